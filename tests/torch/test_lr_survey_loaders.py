@@ -1,4 +1,4 @@
-"""What a loader reads, counts and draws during a survey does not show in the training."""
+"""A learning-rate survey restores the state of the loader, its sampler and its dataset."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EPOCH = 24
 
 
 class Noisy(Dataset[Any]):
-    """Augments by a generator of its own; counts."""
+    """Dataset with noise from its own generator and a counter of reads."""
 
     def __init__(self, generator: Any = None) -> None:
         self.generator, self.read = generator, 0
@@ -44,7 +44,7 @@ class Noisy(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Its second epoch is another one."""
+    """Stream with other samples in every epoch."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -55,8 +55,8 @@ class Stream(IterableDataset[Any]):
             yield torch.full((4,), float(number + self.epoch)) / EPOCH, torch.ones(3)
 
 
-class Epochs(Sampler[int]):
-    """Shuffles by the number of the epoch, which it counts."""
+class EpochSampler(Sampler[int]):
+    """Sampler that counts epochs and shuffles with the count as seed."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -66,8 +66,8 @@ class Epochs(Sampler[int]):
         return iter(torch.randperm(EPOCH, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
-class Draws(Sampler[int]):
-    """Shuffles by Python's generator."""
+class PythonSampler(Sampler[int]):
+    """Sampler that shuffles with a Python generator."""
 
     def __init__(self) -> None:
         self.random = random.Random(0)
@@ -76,29 +76,29 @@ class Draws(Sampler[int]):
         return iter(self.random.sample(range(EPOCH), EPOCH))
 
 
-def persistent() -> DataLoader[Any]:
+def persistent_loader() -> DataLoader[Any]:
     return DataLoader(Noisy(), batch_size=6, shuffle=True, num_workers=1, persistent_workers=True)
 
 
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "a sampler that counts": lambda: DataLoader(Noisy(), batch_size=6, sampler=Epochs()),
-    "a sampler that draws": lambda: DataLoader(Noisy(), batch_size=6, sampler=Draws()),
+    "a sampler that counts epochs": lambda: DataLoader(Noisy(), batch_size=6, sampler=EpochSampler()),
+    "a random sampler": lambda: DataLoader(Noisy(), batch_size=6, sampler=PythonSampler()),
     "a seeded sampler": lambda: DataLoader(
         Noisy(), batch_size=6, sampler=RandomSampler(range(EPOCH), generator=torch.Generator().manual_seed(1))
     ),
     "a dataset with NumPy's generator": lambda: DataLoader(Noisy(np.random.default_rng(0)), batch_size=6),
     "a dataset with NumPy's old generator": lambda: DataLoader(Noisy(np.random.RandomState(0)), batch_size=6),
-    "a part of a dataset": lambda: DataLoader(Subset(Noisy(random.Random(0)), range(12)), batch_size=6),
+    "a subset of a dataset": lambda: DataLoader(Subset(Noisy(random.Random(0)), range(12)), batch_size=6),
     "several datasets": lambda: DataLoader(
         ConcatDataset([Noisy(random.Random(0)), Noisy(random.Random(1))]), batch_size=6
     ),
     "a stream": lambda: DataLoader(Stream(), batch_size=6),
-    "persistent workers": persistent,
+    "persistent workers": persistent_loader,
 }
 
 
 class Training:
-    """Updates from a loader; a survey may come before the first epoch, in it, or between two."""
+    """Updates over two epochs, with an optional survey before, within or between them."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         torch.manual_seed(3)
@@ -126,15 +126,15 @@ class Training:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_the_loader_is_where_it_was(name: str) -> None:
+def test_a_survey_does_not_change_the_batches_of_a_training(name: str) -> None:
     plain = Training(LOADERS[name]()).losses(None)
-    assert len(set(plain)) == len(plain), "the premise: no update is like another"
+    assert len(set(plain)) == len(plain), "premise: all losses differ"
     for survey_at in (0, 1, len(plain) // 2):
         assert Training(LOADERS[name]()).losses(survey_at) == plain
 
 
-def test_a_cache_of_the_dataset_is_left_to_it() -> None:
-    """Containers are not put back: what a survey has read is of use to the training."""
+def test_a_cache_filled_during_a_survey_is_kept() -> None:
+    """Containers are not restored: the training can use the samples that the survey cached."""
 
     class Caching(Noisy):
         def __init__(self) -> None:

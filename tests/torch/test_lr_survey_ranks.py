@@ -1,4 +1,4 @@
-"""A survey over two real gloo ranks: the curve of the batch of both, ended by both at the same point."""
+"""Learning-rate survey over two gloo ranks: the curve of the joint batch, with the same end on both."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from tests.torch.two_ranks import found_by_both
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Results of each rank."""
     return found_by_both("tests.torch.survey_ranks", tmp_path_factory.mktemp("survey_ranks"))
 
 
-def joined(point: int) -> tuple[torch.Tensor, ...]:
-    """The batch of both ranks at a point: each begins again at its own time."""
-    parts = [batches[point % len(batches)] for batches in BATCHES]
-    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+def joint(point: int) -> tuple[torch.Tensor, ...]:
+    """Joint batch of both ranks at a point. Each rank restarts its loader after its own last batch."""
+    shards = [batches[point % len(batches)] for batches in BATCHES]
+    return tuple(torch.cat(columns) for columns in zip(*shards, strict=True))
 
 
 @pytest.mark.parametrize(("name", "high"), [("plain", 10.0), ("far", 1e6)])
-def test_the_curve_is_that_of_the_batch_of_both(ranks: list[dict[str, Any]], name: str, high: float) -> None:
+def test_the_curve_is_that_of_the_joint_batch(ranks: list[dict[str, Any]], name: str, high: float) -> None:
     one, other = (rank[name]["report"] for rank in ranks)
     assert (one.values, one.losses, one.stopped) == (other.values, other.losses, other.stopped)
     assert one.suggestions == other.suggestions
     assert (one.epochs, other.epochs) == tuple(-(-len(one.losses) // n) for n in (3, 5))
     model = mlp()
     accumulate = Accumulator(model, sgd(model.parameters()), lambda b: mse(model, b))
-    accumulate(joined(0))
-    expected = lr_survey(accumulate, [joined(point) for point in range(POINTS)], updates=POINTS, high=high)
+    accumulate(joint(0))
+    expected = lr_survey(accumulate, [joint(point) for point in range(POINTS)], updates=POINTS, high=high)
     lowest = 1 + expected.losses.index(min(expected.losses))
     assert one.losses[:lowest] == pytest.approx(expected.losses[:lowest], rel=1e-10)
     assert len(one.losses) == len(expected.losses)
     assert one.suggestions == expected.suggestions
     if name == "far":
-        assert one.stopped is not None, "the premise: it diverges"
+        assert one.stopped is not None, "premise: it diverges"
 
 
-def test_a_nan_on_one_rank_ends_it_on_both(ranks: list[dict[str, Any]]) -> None:
+def test_a_nan_on_one_rank_ends_the_survey_on_both(ranks: list[dict[str, Any]]) -> None:
     one, other = (rank["spoiled"]["report"] for rank in ranks)
     assert len(one.losses) == len(other.losses) == 4, "the fifth batch of rank 1 has the NaN"
     assert one.stopped is not None
@@ -52,14 +52,14 @@ def test_a_nan_on_one_rank_ends_it_on_both(ranks: list[dict[str, Any]]) -> None:
     assert "not finite" in one.stopped
 
 
-def test_both_end_where_one_does(ranks: list[dict[str, Any]]) -> None:
-    """Were each to go by its own rule, rank 0 would wait for ever in the next window."""
+def test_both_ranks_end_when_one_ends(ranks: list[dict[str, Any]]) -> None:
+    """With separate stopping rules, rank 0 would wait forever in the next window."""
     one, other = (rank["one ends"]["report"] for rank in ranks)
     assert len(one.losses) == len(other.losses) == 9
     assert one.stopped == "another rank stopped"
 
 
-def test_training_goes_on_alike(ranks: list[dict[str, Any]]) -> None:
+def test_both_ranks_resume_training_alike(ranks: list[dict[str, Any]]) -> None:
     for name in ("plain", "far", "spoiled", "one ends"):
         one, other = (rank[name] for rank in ranks)
         assert one["update"].loss == other["update"].loss

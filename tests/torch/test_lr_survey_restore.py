@@ -1,4 +1,4 @@
-"""Training does not notice a survey: every item is put back, bit for bit, whatever ends it."""
+"""A learning-rate survey restores all training state bit for bit, however it ends."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
 module = sys.modules["superbatch.torch.tuning.lr_survey"]  # by its name it is the function
 POINTS = 14
 
-# ------------------------------------------------------------------------------------------- a whole training
+# ---------------------------------------------------------------------------------------- a complete training
 
 
 class Net(nn.Module):
-    """Dropout, BatchNorm, an attribute that counts, a part in evaluation mode, a buffer of its own."""
+    """Model with dropout, BatchNorm, a non-persistent buffer, a counter and a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 @dataclass
 class Training:
-    """Everything that a training has, some updates into it.
+    """Accumulator with optimizer, scheduler, scaler, observer and participant, after some updates.
 
     Attributes:
         fail: called before each forward; it may raise.
@@ -96,7 +96,7 @@ class Training:
     def loss_fn(self, microbatch: Any) -> Tensor:
         self.fail()
         draw_everywhere()
-        x, y = (part.to(self.dtype) for part in microbatch)
+        x, y = (tensor.to(self.dtype) for tensor in microbatch)
         return nn.functional.mse_loss(self.model(x), y)
 
     def train(self, updates: int) -> None:
@@ -107,13 +107,13 @@ class Training:
         for window in itertools.islice(forever(), updates):
             self.losses.append(self.accumulate(window).loss)
         for target in self.targets:
-            target.grad = torch.full_like(target, 0.5)  # what a window would set to None
+            target.grad = torch.full_like(target, 0.5)  # a window would set it to None
 
     def survey(self, **options: Any) -> Any:
         return lr_survey(self.accumulate, self.loader, accumulation_steps=3, updates=POINTS, **options)
 
-    def everything(self) -> dict[str, Any]:
-        """All that can be seen of it, and what only the next window would show."""
+    def full_state(self) -> dict[str, Any]:
+        """All visible state, and state that only the next window would reveal."""
         generator = self.loader.generator
         assert isinstance(generator, torch.Generator)
         found = fingerprint(
@@ -121,7 +121,7 @@ class Training:
         )
         found |= {f"target {i}": target.detach().clone() for i, target in enumerate(self.targets)}
         found |= {f"gradient {i}": id(target.grad) for i, target in enumerate(self.targets)}
-        found |= {f"master {name}": value for name, value in _stale(self.accumulate).items()}
+        found |= {f"master {name}": value for name, value in _stale_masters(self.accumulate).items()}
         found["states"] = [id(state) for state in self.optimizer.state.values()]
         found["stepped"] = vars(self.optimizer).get("_opt_called")
         found["scale"] = None if self.scaler._scale is None else float(self.scaler._scale)
@@ -132,15 +132,15 @@ class Training:
         return found
 
 
-def _stale(accumulate: Accumulator) -> dict[str, bool]:
-    """Masters that the next window would write over with their parameters."""
+def _stale_masters(accumulate: Accumulator) -> dict[str, bool]:
+    """Per master: True if it differs from its parameter, so that the next window would overwrite it."""
     return {
         entry.name: not torch.equal(entry.target.to(entry.parameter.dtype), entry.parameter)
         for entry in accumulate.engine.config.owned
     }
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     pass
 
 
@@ -154,8 +154,8 @@ def after(calls: int, raised: type[BaseException]) -> Callable[[], None]:
     return fail
 
 
-class Broken(Exception):
-    """Of a user's loss function."""
+class UserError(Exception):
+    """Error in a user's loss function."""
 
 
 def interrupt_at(point: int) -> Callable[[int, int], None]:
@@ -166,39 +166,39 @@ def interrupt_at(point: int) -> Callable[[int, int], None]:
     return progress
 
 
-def to_the_end(training: Training) -> None:
+def end_normally(training: Training) -> None:
     report = training.survey(high=0.1)
-    assert len(report.values) == POINTS, "the premise: it goes to the end"
+    assert len(report.values) == POINTS, "premise: it runs to the end"
     assert report.losses[-1] != report.losses[0]
 
 
-def to_a_stop(training: Training) -> None:
+def end_by_divergence(training: Training) -> None:
     report = training.survey(high=1e9)
-    assert report.stopped is not None, "the premise: it diverges"
+    assert report.stopped is not None, "premise: it diverges"
     assert 1 < len(report.values) < POINTS
 
 
-def to_an_error(training: Training) -> None:
-    # Before training, the calls of the first window's check come first: an error there is a warning.
-    training.fail = after(20 if training.started else 60, Broken)
-    with pytest.raises(Broken):
+def end_by_an_error(training: Training) -> None:
+    # Before training, the first-window check calls the loss first; an error there is only a warning.
+    training.fail = after(20 if training.started else 60, UserError)
+    with pytest.raises(UserError):
         training.survey()
-    training.fail = nothing
+    training.fail = do_nothing
 
 
-def to_ctrl_c(training: Training) -> None:
+def end_by_ctrl_c(training: Training) -> None:
     training.fail = after(17, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         training.survey()
-    training.fail = nothing
+    training.fail = do_nothing
 
 
-def to_ctrl_c_between_updates(training: Training) -> None:
+def end_by_ctrl_c_between_updates(training: Training) -> None:
     with pytest.raises(KeyboardInterrupt):
         training.survey(progress=interrupt_at(6))
 
 
-ENDINGS = [to_the_end, to_a_stop, to_an_error, to_ctrl_c, to_ctrl_c_between_updates]
+ENDINGS = [end_normally, end_by_divergence, end_by_an_error, end_by_ctrl_c, end_by_ctrl_c_between_updates]
 KINDS: dict[str, dict[str, Any]] = {
     "in training": {},
     "before training": {"started": 0},
@@ -210,15 +210,15 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
 @pytest.mark.sampled(2)
-def test_everything_is_put_back(kind: str, ending: Callable[[Training], None]) -> None:
+def test_all_state_is_restored(kind: str, ending: Callable[[Training], None]) -> None:
     training = Training(**KINDS[kind])
-    before = training.everything()
+    before = training.full_state()
     ending(training)
-    assert_unchanged(before, training.everything())
+    assert_unchanged(before, training.full_state())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_as_if_there_had_been_no_survey(kind: str) -> None:
+def test_training_continues_as_without_a_survey(kind: str) -> None:
     surveyed, plain = Training(**KINDS[kind]), Training(**KINDS[kind])
     before = torch.get_rng_state()
     surveyed.survey()
@@ -241,11 +241,11 @@ def keep_nothing(*_: Any) -> None:
     pass
 
 
-def copy_that_counts(engine: Engine) -> Engine:
+def no_copy(engine: Engine) -> Engine:
     return engine
 
 
-def copy_with_a_meter(engine: Engine) -> Engine:
+def copy_with_the_noise_meter(engine: Engine) -> Engine:
     copy = _copy_for_survey(engine)
     copy.config = replace(copy.config, noise=engine.config.noise)
     return copy
@@ -254,64 +254,64 @@ def copy_with_a_meter(engine: Engine) -> Engine:
 _copy_for_survey = Engine.copy_for_survey
 
 
-def forget_the_state(optimizer: torch.optim.Optimizer, undo: Any) -> None:
+def clear_state_without_undo(optimizer: torch.optim.Optimizer, undo: Any) -> None:
     optimizer.state.clear()
 
 
-def clear_only(tensors: Any, undo: Any) -> None:
+def clear_gradients_without_undo(tensors: Any, undo: Any) -> None:
     for tensor in tensors:
         tensor.grad = None
 
 
 def copy_state_only(optimizer: torch.optim.Optimizer, undo: Any) -> None:
-    """The optimizer's state is put back, its groups and attributes are not."""
+    """Restore the optimizer's state, but not its groups and attributes."""
     state = dict(optimizer.state)
     undo.callback(survey_state._set_content, optimizer.state, state)
     optimizer.state.clear()
 
 
 MUTANTS: dict[str, tuple[Any, str, Any, str, str]] = {
-    # name: (module, attribute, replacement, kind of training, what must be reported)
+    # name: (module, attribute, replacement, kind of training, substring of the item that must differ)
     "parameters": (survey_state, "_keep_contents", keep_nothing, "in training", "first.weight"),
-    "gradients": (survey_state, "_remove_gradients", clear_only, "in training", "gradient"),
-    "buffers": (survey_state, "state_restorer", lambda model: nothing, "in training", "running_mean"),
+    "gradients": (survey_state, "_remove_gradients", clear_gradients_without_undo, "in training", "gradient"),
+    "buffers": (survey_state, "state_restorer", lambda model: do_nothing, "in training", "running_mean"),
     "a buffer that is not saved": (
         survey_state,
         "state_restorer",
-        lambda model: nothing,
+        lambda model: do_nothing,
         "in training",
         "'seen'",
     ),
-    "attributes": (survey_state, "state_restorer", lambda model: nothing, "in training", "'notes'"),
+    "attributes": (survey_state, "state_restorer", lambda model: do_nothing, "in training", "'notes'"),
     "random state": (survey_state, "restore_random_state", keep_nothing, "in training", "numpy generator"),
-    "optimizer state": (survey_state, "_clear_state", forget_the_state, "in training", "state.0"),
+    "optimizer state": (survey_state, "_clear_state", clear_state_without_undo, "in training", "state.0"),
     "optimizer groups": (survey_state, "_clear_state", copy_state_only, "in training", "param_groups.0.lr"),
     "optimizer attributes": (survey_state, "_keep_attributes", keep_nothing, "before training", "stepped"),
     "scaler": (survey_state, "_keep_attributes", keep_nothing, "in training", "scale"),
     "loader": (module, "keep_position", keep_nothing, "in training", "'loader'"),
-    "counters and scheduler": (Engine, "copy_for_survey", copy_that_counts, "in training", "StepLR"),
-    "counter": (Engine, "copy_for_survey", copy_that_counts, "in training", "updates"),
-    "noise meter": (Engine, "copy_for_survey", copy_with_a_meter, "in training", "noise"),
-    "first check": (Engine, "copy_for_survey", copy_that_counts, "before training", "first"),
+    "counters and scheduler": (Engine, "copy_for_survey", no_copy, "in training", "StepLR"),
+    "counter": (Engine, "copy_for_survey", no_copy, "in training", "updates"),
+    "noise meter": (Engine, "copy_for_survey", copy_with_the_noise_meter, "in training", "noise"),
+    "first check": (Engine, "copy_for_survey", no_copy, "before training", "first"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_each_item_is_missed_where_it_is_not_put_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_item_that_is_not_restored_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, attribute, replacement, kind, reported = MUTANTS[name]
     training = Training(**KINDS[kind])
-    before = training.everything()
+    before = training.full_state()
     monkeypatch.setattr(where, attribute, replacement)
     training.survey(high=0.1)
-    found = training.everything()
+    found = training.full_state()
     monkeypatch.undo()
-    changed = {key for key in before if not _is(before, found, key)} | (before.keys() ^ found.keys())
+    changed = {key for key in before if not _unchanged(before, found, key)} | (before.keys() ^ found.keys())
     assert any(reported.strip("'") in key for key in changed), sorted(changed)
     with pytest.raises(AssertionError):
         assert_unchanged(before, found)
 
 
-def _is(before: dict[str, Any], found: dict[str, Any], key: str) -> bool:
+def _unchanged(before: dict[str, Any], found: dict[str, Any], key: str) -> bool:
     try:
         assert_unchanged({key: before[key]}, {key: found[key]} if key in found else {})
     except AssertionError:
@@ -319,7 +319,7 @@ def _is(before: dict[str, Any], found: dict[str, Any], key: str) -> bool:
     return True
 
 
-def test_training_modes_are_put_back_where_the_loss_sets_them() -> None:
+def test_training_modes_set_by_the_loss_are_restored() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
     model[1].eval()
 
@@ -332,22 +332,22 @@ def test_training_modes_are_put_back_where_the_loss_sets_them() -> None:
     assert [m.training for m in model.modules()] == [True, True, False]
 
 
-def test_an_error_while_putting_back_leaves_nothing_else_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_one_restore_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
-    before = training.everything()
+    before = training.full_state()
 
     def broken(*_: Any) -> None:
-        raise Broken
+        raise UserError
 
     monkeypatch.setattr(training.loader, "state_dict", dict, raising=False)
     monkeypatch.setattr(training.loader, "load_state_dict", broken, raising=False)
-    with pytest.raises(Broken):
+    with pytest.raises(UserError):
         training.survey(high=0.1)
-    assert_unchanged(before, training.everything())
+    assert_unchanged(before, training.full_state())
 
 
-class Wayward(nn.Module):
-    """Draws from generators of its own, and writes to tensors and containers that are no buffers."""
+class StatefulModel(nn.Module):
+    """Model with its own generators, and with state in tensors and containers that are not buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,10 +370,10 @@ class Wayward(nn.Module):
         )
 
 
-def test_what_a_model_holds_beside_its_buffers_is_put_back() -> None:
+def test_model_state_outside_of_buffers_is_restored() -> None:
     def train(*, survey: bool) -> list[float]:
         torch.manual_seed(0)
-        model = Wayward().double()
+        model = StatefulModel().double()
         sgd = torch.optim.SGD(model.parameters(), lr=0.01)
         accumulate = Accumulator(model, sgd, lambda b: mse(model, b), check=False)
         batches = rows(6, 2)
@@ -387,16 +387,16 @@ def test_what_a_model_holds_beside_its_buffers_is_put_back() -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Tests that run in the background may ignore interrupts."""
+    """Restore Python's handler of SIGINT: a background process may ignore interrupts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_while_all_is_put_back_waits_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_restore_waits_until_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
-    before = training.everything()
+    before = training.full_state()
     put, pressed = survey_state._set_content, itertools.count()
 
     def interrupted(table: Any, content: Any) -> None:
@@ -408,17 +408,17 @@ def test_ctrl_c_while_all_is_put_back_waits_until_it_is(monkeypatch: pytest.Monk
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         training.survey(high=0.1)
-    assert next(pressed) > 3, "the premise: there was more to be put back"
+    assert next(pressed) > 3, "premise: more items were left to restore"
     assert signal.getsignal(signal.SIGINT) is handler
-    assert_unchanged(before, training.everything())
+    assert_unchanged(before, training.full_state())
 
 
 def test_a_survey_in_another_thread() -> None:
-    """Where Ctrl-C never arrives, and Python lets nobody set a handler."""
+    """Only the main thread receives Ctrl-C and may set signal handlers."""
     training, found = Training(), []
-    before = training.everything()
+    before = training.full_state()
     thread = threading.Thread(target=lambda: found.append(training.survey(high=0.1)))
     thread.start()
     thread.join()
     assert len(found[0].losses) == POINTS
-    assert_unchanged(before, training.everything())
+    assert_unchanged(before, training.full_state())

@@ -1,4 +1,4 @@
-"""Float32 masters: saved and loaded bit for bit, in any order; written parameters are taken over."""
+"""Float32 masters: exact save and load in any order, and copies of parameters that the user writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHES = rows(8, 10, BF16)
 
 
 class Run:
-    """A model with masters, its optimizer and accumulator, made as a fresh process makes them."""
+    """Model with masters, optimizer and accumulator, as a new process would create them."""
 
     def __init__(self, seed: int = 0, masters: dict[str, Tensor] | None = None) -> None:
         torch.manual_seed(seed)
@@ -39,18 +39,18 @@ class Run:
     def train(self, batches: list[Any]) -> None:
         assert all(self.accumulate(batch).made for batch in batches)
 
-    def parts(self) -> dict[str, Any]:
+    def components(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "accumulate": self.accumulate}
 
     def save(self) -> dict[str, Any]:
         file = io.BytesIO()
-        torch.save({name: part.state_dict() for name, part in self.parts().items()}, file)
+        torch.save({name: component.state_dict() for name, component in self.components().items()}, file)
         file.seek(0)
         return torch.load(file, weights_only=True)
 
     def load(self, saved: dict[str, Any], order: tuple[str, ...]) -> None:
         for name in order:
-            self.parts()[name].load_state_dict(saved[name])
+            self.components()[name].load_state_dict(saved[name])
 
     def values(self) -> list[Tensor]:
         return [each.detach().clone() for pair in self.masters.items() for each in pair]
@@ -60,31 +60,31 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(map(torch.equal, a, b))
 
 
-def resumed(order: tuple[str, ...]) -> tuple[Run, Run]:
-    """A run without interruption, and one that was saved after five of ten updates."""
-    whole, first = Run(), Run()
-    whole.train(BATCHES)
+def uninterrupted_and_resumed(order: tuple[str, ...]) -> tuple[Run, Run]:
+    """Return a run without interruption and a run resumed after five of ten updates."""
+    uninterrupted, first = Run(), Run()
+    uninterrupted.train(BATCHES)
     first.train(BATCHES[:5])
     kept = first.values()
     saved = first.save()
     second = Run(seed=7)
-    assert not same(kept, second.values()), "premise: the new run begins elsewhere"
+    assert not same(kept, second.values()), "premise: the new run has other initial values"
     parameter, master = next(iter(first.masters.items()))
     assert not torch.equal(parameter.float(), master), "premise: the parameter is rounded"
     second.load(saved, order)
     second.train(BATCHES[5:])
-    assert not same(kept, second.values()), "premise: it has moved"
-    return whole, second
+    assert not same(kept, second.values()), "premise: the parameters changed"
+    return uninterrupted, second
 
 
 @pytest.mark.parametrize("order", list(permutations(["model", "optimizer", "accumulate"])))
 @pytest.mark.sampled(2)
 def test_a_run_is_resumed_bit_for_bit_in_any_order(order: tuple[str, ...]) -> None:
-    whole, second = resumed(order)
-    assert same(whole.values(), second.values())
+    uninterrupted, second = uninterrupted_and_resumed(order)
+    assert same(uninterrupted.values(), second.values())
 
 
-def test_a_mutant_that_takes_every_written_parameter_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mutant_that_copies_every_written_parameter_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def always(owned: list[ManagedParameter], written: Any) -> None:
         for entry in owned:
             if written.get(entry.name) != (entry.parameter._version, entry.target._version):
@@ -92,14 +92,14 @@ def test_a_mutant_that_takes_every_written_parameter_over(monkeypatch: pytest.Mo
                     entry.target.copy_(entry.parameter)
 
     monkeypatch.setattr(engine, "take_over", always)
-    whole, second = resumed(("accumulate", "model", "optimizer"))
-    assert not same(whole.values(), second.values())
+    uninterrupted, second = uninterrupted_and_resumed(("accumulate", "model", "optimizer"))
+    assert not same(uninterrupted.values(), second.values())
 
 
 @pytest.mark.parametrize("model_first", [False, True])
-def test_masters_that_the_user_saves_and_loads(model_first: bool) -> None:
-    whole, first, second = Run(), Run(), Run(seed=7)
-    whole.train(BATCHES)
+def test_masters_saved_and_loaded_by_the_user(model_first: bool) -> None:
+    uninterrupted, first, second = Run(), Run(), Run(seed=7)
+    uninterrupted.train(BATCHES)
     first.train(BATCHES[:5])
     saved, masters = first.save(), [master.detach().clone() for master in first.masters.values()]
     second.optimizer.load_state_dict(saved["optimizer"])
@@ -111,12 +111,12 @@ def test_masters_that_the_user_saves_and_loads(model_first: bool) -> None:
     if not model_first:
         second.model.load_state_dict(saved["model"])
     second.train(BATCHES[5:])
-    assert same(whole.values(), second.values())
+    assert same(uninterrupted.values(), second.values())
 
 
-def test_a_window_in_flight_is_saved_with_its_masters() -> None:
-    whole, first, second = Run(), Run(), Run(seed=7)
-    whole.train(BATCHES[:6])
+def test_an_open_window_is_saved_with_its_masters() -> None:
+    uninterrupted, first, second = Run(), Run(), Run(seed=7)
+    uninterrupted.train(BATCHES[:6])
     first.train(BATCHES[:5])
     saved: dict[str, Any] = {}
     with first.accumulate.window(BATCHES[5]) as window:
@@ -126,28 +126,28 @@ def test_a_window_in_flight_is_saved_with_its_masters() -> None:
                 saved = first.save()
     second.load(saved, ("accumulate", "model", "optimizer"))
     second.train(BATCHES[5:6])
-    assert same(whole.values(), second.values()) and same(whole.values(), first.values())
+    assert same(uninterrupted.values(), second.values()) and same(uninterrupted.values(), first.values())
 
 
-def average_in(run: Run) -> None:
-    """Swap an average of the parameters in, as an EMA does."""
+def swap_average_in(run: Run) -> None:
+    """Overwrite the parameters with an average, as an EMA does."""
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.mul_(0.5).add_(0.25)
 
 
-def one_row(run: Run) -> None:
+def write_one_row(run: Run) -> None:
     with torch.no_grad():
         run.model[0].weight[1] = 3.0
 
 
-def loaded(run: Run) -> None:
+def load_other_values(run: Run) -> None:
     run.model.load_state_dict({name: value + 1 for name, value in run.model.state_dict().items()})
 
 
-@pytest.mark.parametrize("write", [one_row, loaded, average_in])
+@pytest.mark.parametrize("write", [write_one_row, load_other_values, swap_average_in])
 @pytest.mark.parametrize("after_loading", [False, True])
-def test_what_somebody_writes_into_a_parameter_is_taken_over(write: Any, after_loading: bool) -> None:
+def test_values_written_to_a_parameter_are_copied_to_its_master(write: Any, after_loading: bool) -> None:
     run = Run()
     run.train(BATCHES[:5])
     if after_loading:
@@ -168,7 +168,7 @@ def test_what_somebody_writes_into_a_parameter_is_taken_over(write: Any, after_l
         assert torch.equal(master, kept if torch.equal(was, now) else now.float())
 
 
-def test_a_written_master_goes_into_its_parameter() -> None:
+def test_values_written_to_a_master_are_copied_to_its_parameter() -> None:
     run = Run()
     run.train(BATCHES[:5])
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_a_written_master_goes_into_its_parameter() -> None:
     assert torch.equal(seen[0], run.masters[run.model[0].weight].to(BF16))
 
 
-def test_nan_in_a_parameter_is_no_difference() -> None:
+def test_nan_in_parameter_and_master_is_not_a_change() -> None:
     run = Run()
     run.train(BATCHES[:1])
     with torch.no_grad():
@@ -195,7 +195,7 @@ def test_nan_in_a_parameter_is_no_difference() -> None:
         assert torch.equal(run.masters[run.model[0].weight].nan_to_num(), kept.nan_to_num())
 
 
-def test_masters_that_do_not_fit_are_refused() -> None:
+def test_masters_of_another_model_are_refused() -> None:
     run, narrow = Run(), nn.Linear(4, 1).bfloat16()
     saved = run.save()["accumulate"]
     before = run.values()
@@ -224,7 +224,7 @@ def test_masters_that_do_not_fit_are_refused() -> None:
         (lambda master: master.to("meta"), r"'0\.bias' is on the meta device"),
     ],
 )
-def test_spoilt_masters_are_refused_before_anything_changes(spoil: Any, text: str) -> None:
+def test_invalid_masters_are_refused_before_any_change(spoil: Any, text: str) -> None:
     run = Run()
     run.train(BATCHES[:2])
     saved = run.save()["accumulate"]
@@ -249,21 +249,21 @@ def test_an_infinite_mask_is_loaded() -> None:
     assert masters[model.weight][0, 1] == -torch.inf
 
 
-def stale(model: nn.Module) -> dict[Tensor, Tensor]:
+def stale_masters(model: nn.Module) -> dict[Tensor, Tensor]:
     masters = fp32_masters(model)
     model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
     return masters
 
 
-def spoilt(model: nn.Module) -> dict[Tensor, Tensor]:
+def nan_masters(model: nn.Module) -> dict[Tensor, Tensor]:
     masters = fp32_masters(model)
     with torch.no_grad():
         next(iter(masters.values()))[0] = torch.nan
     return masters
 
 
-@pytest.mark.parametrize("make", [stale, spoilt])
-def test_masters_that_are_not_of_the_parameters_are_refused(make: Any) -> None:
+@pytest.mark.parametrize("make", [stale_masters, nan_masters])
+def test_masters_that_differ_from_their_parameters_are_refused(make: Any) -> None:
     model = nn.Linear(2, 1).bfloat16()
     masters = make(model)
     with pytest.raises(InputError, match=r"master of 'weight' differs .* then call fp32_masters\(model\)"):

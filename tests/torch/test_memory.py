@@ -1,4 +1,4 @@
-"""`peak_bytes` against peaks that are known by hand."""
+"""`peak_bytes` against peaks computed by hand."""
 
 from __future__ import annotations
 
@@ -90,19 +90,19 @@ def test_known_peaks(fn: Callable[[], None], kib: int):
     assert peak_bytes(fn) == kib * KIB
 
 
-def test_what_was_alive_before_counts_nothing():
+def test_storage_allocated_before_is_not_counted():
     before = block(100)
     assert peak_bytes(lambda: before.view(-1, KIB).add_(1)) == 0
     assert peak_bytes(lambda: before[: 2 * KIB].clone()) == 2 * KIB
 
 
-def test_growth_of_what_was_alive_before_counts():
+def test_growth_of_an_earlier_storage_is_counted():
     before = block(1)
     assert peak_bytes(lambda: before.resize_(4 * KIB)) == 3 * KIB
 
 
 def test_linear_relu_forward_backward_by_hand():
-    """y = relu(x W^T); L = sum y: the peak is in the backward, when relu's gradient is made."""
+    """Peak of y = relu(x W^T), L = sum y: in the backward, when relu's gradient is allocated."""
     n, i, o, f = 64, 32, 128, 8
     x = torch.randn(n, i, dtype=torch.float64)
     layer = torch.nn.Linear(i, o, bias=False, dtype=torch.float64)
@@ -112,16 +112,15 @@ def test_linear_relu_forward_backward_by_hand():
     def fn() -> None:
         torch.relu(layer(x)).sum().backward()
 
-    # The linear's output is freed once relu has returned (relu saves its result); in the backward: relu's
-    # result, its gradient (after the expanded gradient of `sum`, a view of one number), then the weight's
-    # gradient beside relu's gradient. Forward: pre + post; backward: post + gradient of pre, + 2 numbers (L
-    # and its gradient).
+    # relu saves its result, so the linear's output is freed when relu returns. Forward: pre + post.
+    # Backward: relu's result and the gradient of pre, plus 2 numbers (L and its gradient). The gradient of
+    # `sum` is an expanded view of one number. The weight's gradient comes later, beside relu's gradient.
     assert peak_bytes(fn) == max(pre + post, post + pre + 2 * f)
     assert layer.weight.grad is not None and layer.weight.grad.any()
     assert layer.weight.grad.nbytes == weight
 
 
-def test_gradients_are_seen():
+def test_gradients_are_counted():
     layer = torch.nn.Linear(300, 200, bias=False)
     x = torch.ones(1, 300)
     peak = peak_bytes(lambda: layer(x).sum().backward())
@@ -130,14 +129,14 @@ def test_gradients_are_seen():
     assert grad <= peak <= 1.01 * grad + 4096
 
 
-def hand_ledger(microbatches: int, n: int, width: int, keep: bool) -> int:
-    """Forward of `exp` twice and `sum`: both results are saved; `keep` lets the last graph live on."""
+def peak_by_hand(microbatches: int, n: int, width: int, keep: bool) -> int:
+    """Peak of `exp` twice and `sum`, which save both results; `keep` keeps the last graph alive."""
     one = 2 * n * width * 8
     return one * (2 if keep and microbatches > 1 else 1)
 
 
 def test_loss_left_alive_in_a_loop_raises_the_peak():
-    """The classic mistake: `out` of the last micro-batch is alive while the next one is computed."""
+    """A classic mistake: `out` of the last micro-batch stays alive during the next forward."""
     n, width = 50, 400
     w = torch.zeros(width, dtype=torch.float64, requires_grad=True)
     x = torch.ones(n, width, dtype=torch.float64)
@@ -155,8 +154,8 @@ def test_loss_left_alive_in_a_loop_raises_the_peak():
             out.sum()  # `out` and its graph stay alive until the name is bound again
 
     free, kept = peak_bytes(clean), peak_bytes(classic)
-    assert free == pytest.approx(hand_ledger(3, n, width, keep=False), rel=0.01)
-    assert kept == pytest.approx(hand_ledger(3, n, width, keep=True), rel=0.01)
+    assert free == pytest.approx(peak_by_hand(3, n, width, keep=False), rel=0.01)
+    assert kept == pytest.approx(peak_by_hand(3, n, width, keep=True), rel=0.01)
 
 
 def test_nothing_is_left_behind():
@@ -165,7 +164,7 @@ def test_nothing_is_left_behind():
     assert _get_current_dispatch_mode() is None
     gc.collect()
     assert not [o for o in gc.get_objects() if type(o) is Ledger]
-    held.clear()  # must not call into a ledger that is gone
+    held.clear()  # must not call a freed ledger
 
 
 def test_nothing_is_left_behind_after_an_exception():
@@ -202,7 +201,7 @@ def test_cuda():
 
 
 def test_tensors_of_a_virtual_batch_have_no_memory():
-    # The decomposition of a softmax over the samples runs on them, in sight of the ledger.
+    # The ledger sees the decomposition of a softmax over the samples, which runs on virtual tensors.
     rows = 512
     model, x = torch.nn.Linear(4, 8), torch.randn(rows, 4)
     y = torch.arange(rows)
@@ -214,5 +213,5 @@ def test_tensors_of_a_virtual_batch_have_no_memory():
             torch.nn.functional.cross_entropy((z @ z.T).T, batch(y)).backward()
 
     logits = 4 * rows * rows
-    assert peak_bytes(lambda: update(rows)) >= logits, "the premise"
+    assert peak_bytes(lambda: update(rows)) >= logits, "premise"
     assert peak_bytes(lambda: update(8)) < 1.5 * logits

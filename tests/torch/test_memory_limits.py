@@ -1,4 +1,4 @@
-"""Limits as a system sets them: control groups from files, RLIMIT_AS in child processes."""
+"""Memory limits: control groups from files, RLIMIT_AS in child processes, and a fake torch.cuda."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text, encoding="utf-8")
 
 
-def test_groups_of_version_2_and_all_above(tmp_path: Path) -> None:
+def test_cgroup_v2_with_a_limit_on_an_ancestor(tmp_path: Path) -> None:
     mount = tmp_path / "sys"
     write(
         tmp_path,
@@ -49,7 +49,7 @@ def test_groups_of_version_2_and_all_above(tmp_path: Path) -> None:
     assert limit.by == "control group batch of 100 MiB"
 
 
-def test_groups_of_version_1_mounted_from_inside_a_container(tmp_path: Path) -> None:
+def test_cgroup_v1_mounted_inside_a_container(tmp_path: Path) -> None:
     mount = tmp_path / "sys"
     write(
         tmp_path,
@@ -68,7 +68,7 @@ def test_groups_of_version_1_mounted_from_inside_a_container(tmp_path: Path) -> 
     assert limit.bytes == 5 * MIB
 
 
-def test_a_path_that_only_the_host_knows(tmp_path: Path) -> None:
+def test_a_cgroup_path_that_exists_only_on_the_host(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
@@ -82,7 +82,7 @@ def test_a_path_that_only_the_host_knows(tmp_path: Path) -> None:
     assert limit.bytes == 64 * MIB
 
 
-def test_version_1_without_a_limit(tmp_path: Path) -> None:
+def test_cgroup_v1_without_a_limit(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
@@ -96,7 +96,7 @@ def test_version_1_without_a_limit(tmp_path: Path) -> None:
 
 
 @needs_linux
-def test_the_least_limit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_limit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     write(
         tmp_path,
@@ -118,9 +118,7 @@ def test_the_least_limit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "this machine" in memory_limit(CPU).by
 
 
-def test_a_group_that_is_over_its_limit_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cgroup_over_its_limit_leaves_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(
         tmp_path,
         {
@@ -135,7 +133,7 @@ def test_a_group_that_is_over_its_limit_leaves_nothing(
     assert memory_limit(CPU).bytes == 0
 
 
-def test_a_system_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_reports_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_PROC", tmp_path)
     assert memory_limit(CPU).bytes == sys.maxsize
     assert memory_limit(CPU).by == "nothing that this system reports"
@@ -145,7 +143,7 @@ def test_a_system_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def child(code: str, *, mapped: bool = True) -> Any:
-    """Run code in a new process, which prints JSON; freed tensors give their memory back at once."""
+    """Run code in a new process and return the JSON it prints; `mapped` makes malloc unmap freed tensors."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if mapped:
         environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
@@ -162,7 +160,7 @@ def child(code: str, *, mapped: bool = True) -> Any:
 
 @needs_linux
 def test_rlimit_as_in_a_child_process() -> None:
-    """What the limit leaves can be allocated, and not 2 MiB more."""
+    """The limit can be allocated, and 2 MiB more cannot."""
     found = child("""
         import json, resource, torch
         from superbatch.torch.memory.limits import free_in_heap, memory_limit
@@ -183,7 +181,7 @@ def test_rlimit_as_in_a_child_process() -> None:
     """)
     size, free, by, fits, fits_more = found
     assert free < 4 * MIB, (
-        "premise: what the heap has free, which counts, is little (how much: by the release)"
+        "premise: little heap memory is free, which counts (the amount depends on the release)"
     )
     assert 190 * MIB < size < 200.5 * MIB + free
     assert by.startswith("RLIMIT_AS of")
@@ -191,10 +189,10 @@ def test_rlimit_as_in_a_child_process() -> None:
 
 
 @needs_linux
-def test_what_is_found_free_in_the_heap_counts_as_used() -> None:
-    """As it counts as free in the limit: a heap full of holes takes a micro-batch without growing."""
+def test_free_heap_memory_counts_in_the_limit_and_in_the_peak() -> None:
+    """A heap full of holes holds a micro-batch without growing, yet the peak is reported."""
     if limits.free_in_heap() == 0:
-        pytest.skip("this C library does not tell what its heap has free (glibc does from 2.33 on)")
+        pytest.skip("this C library does not report free heap memory (glibc does since 2.33)")
     free, limit, peak = child(
         """
         import json, torch
@@ -203,7 +201,7 @@ def test_what_is_found_free_in_the_heap_counts_as_used() -> None:
         def blocks(count):
             return [torch.ones(2**16, dtype=torch.uint8) for _ in range(count)]
         meter = PeakMeter(cpu)
-        many, last = blocks(1024), blocks(1)  # behind the last one the heap could shrink
+        many, last = blocks(1024), blocks(1)  # the last one keeps the heap from shrinking
         del many
         free, limit = free_in_heap(), memory_limit(cpu)
         meter.start()
@@ -239,7 +237,7 @@ METERED = """
             model.zero_grad()
             return peak
         meter, found[name] = PeakMeter(torch.device("cpu")), []
-        run(len(inputs) // 8)  # loads what is loaded at the first use
+        run(len(inputs) // 8)  # loads libraries at the first use
         for count in (len(inputs) // 4, len(inputs), len(inputs) // 2):
             batch = (inputs[:count], labels[:count])
             found[name].append((predict_peak(loss_fn, batch, models=model).first, run(count)))
@@ -248,8 +246,8 @@ METERED = """
 
 
 @needs_linux
-def test_what_a_process_really_uses_is_what_was_predicted() -> None:
-    """Beside the tensors: workspaces of kernels, and whatever else the process does meanwhile."""
+def test_the_measured_peak_matches_the_prediction() -> None:
+    """The margin covers workspaces of kernels and other allocations of the process."""
     found = child(METERED)
     for name, pairs in found.items():
         for predicted, measured in pairs:
@@ -258,8 +256,8 @@ def test_what_a_process_really_uses_is_what_was_predicted() -> None:
 
 
 @needs_linux
-def test_a_meter_of_a_process_that_was_larger_before() -> None:
-    """Then the highest address space says nothing, and the highest resident memory is taken."""
+def test_the_peak_of_a_process_that_was_larger_before() -> None:
+    """The meter then uses the peak of resident memory, not that of the address space."""
     meter = PeakMeter(CPU)
     before = torch.ones(64 * MIB, dtype=torch.uint8)
     del before
@@ -278,10 +276,10 @@ def test_other_devices_are_refused(make: Any) -> None:
         make(torch.device("meta"))
 
 
-class StandIn:
-    """In the place of torch.cuda: a device of 1000 bytes, of which others hold 300.
+class FakeCuda:
+    """Fake torch.cuda: a device of 1000 bytes, 300 of them used by other processes.
 
-    Of 250 bytes that are reserved 200 are used; `holes` of the rest lie beside what is used.
+    This process reserves 250 bytes and uses 200. `holes` of the other 50 are in partly used blocks.
     """
 
     def __init__(self, fraction: float, holes: int = 0) -> None:
@@ -310,31 +308,33 @@ class StandIn:
 @pytest.mark.parametrize(
     ("fraction", "holes", "size", "by"),
     [
-        (1.0, 0, 500, "free memory"),  # what is free, and the 50 held but unused
+        (1.0, 0, 500, "free memory"),  # 450 free, and 50 reserved but unused
         (1.0, 30, 470, "free memory"),
         (0.6, 0, 400, "fraction"),
         (0.6, 30, 370, "fraction"),
     ],
 )
-def test_cuda_with_a_stand_in(
+def test_the_limit_of_a_fake_cuda(
     fraction: float, holes: int, size: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "cuda", StandIn(fraction, holes))
+    monkeypatch.setattr(torch, "cuda", FakeCuda(fraction, holes))
     device = torch.device("cuda:0")
     assert memory_limit(device).bytes == size
     assert by in memory_limit(device).by
 
 
-def test_the_meter_on_cuda_counts_the_reserve_and_resets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in has no function that resets a statistic: to call one would be an error."""
-    cuda = StandIn(1.0)
+def test_the_cuda_meter_reads_reserved_memory_and_resets_no_statistic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FakeCuda has no function that resets a statistic, so that a call of one raises."""
+    cuda = FakeCuda(1.0)
     monkeypatch.setattr(torch, "cuda", cuda)
     meter = PeakMeter(torch.device("cuda:0"))
     meter.start()
-    cuda.reserved = 420  # of which some are holes
+    cuda.reserved = 420  # some of them holes
     assert meter.stop() == 220
     meter.start()
-    assert meter.stop() is None, "within what was reserved: nothing is known"
+    assert meter.stop() is None, "the peak is unknown within reserved memory"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -1,4 +1,4 @@
-"""HSDP, tensor parallel, and both FSDP2 and tensor parallel on four gloo ranks, beside the large batch."""
+"""HSDP, tensor parallel and FSDP2 x tensor parallel on four gloo ranks, against the large batch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tests.torch.two_ranks import found_by_both
 Found = list[dict[str, Any]]
 EXACT = 1e-12
 ROUNDED = ("/autocast", "/in float32")
-"""Tasks in bfloat16, which are as far from the large batch in float64 as the large batch in bfloat16."""
+"""Tasks in bfloat16: their error against float64 is of the size of the large batch's in bfloat16."""
 DATA_RANKS = {"HSDP": 4, "TP": 1, "FSDP2 x TP": 2}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank found in the quick cells."""
+    """Results of each rank in the quick cells."""
     folder = tmp_path_factory.mktemp("ranks")
     return found_by_both("tests.torch.mesh_ranks", folder, "quick", warnings="default", count=4)
 
 
 @pytest.fixture(scope="module")
 def found_in_all(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank found in every cell."""
+    """Results of each rank in every cell."""
     return found_by_both(
         "tests.torch.mesh_ranks", tmp_path_factory.mktemp("ranks"), warnings="default", count=4
     )
@@ -39,13 +39,13 @@ def check(cell: str, found: Found) -> None:
     task = cell.split("/")[-1]
     kind = cell.split("/")[0].split(",")[0]
     reference, seen = tasks.reference(TASKS[task], DATA_RANKS[kind])
-    whole = sum(parameter.numel() for parameter in reference.parameters())
+    total = sum(parameter.numel() for parameter in reference.parameters())
     for each in found:
         compared = tasks.errors(each[cell]["parameters"], reference, TASKS[task].make())
         assert max(compared.values()) <= EXACT
         assert each[cell]["losses"] == pytest.approx(seen.losses, rel=EXACT)
         assert each[cell]["norms"] == pytest.approx(seen.norms, rel=EXACT)
-        assert each[cell]["elements"] < 0.6 * whole, "premise: a rank holds a part"
+        assert each[cell]["elements"] < 0.6 * total, "premise: a rank holds only a shard"
         for name, value in found[0][cell]["parameters"].items():
             assert torch.equal(value, each[cell]["parameters"][name])
 
@@ -72,11 +72,11 @@ def test_ranks_train_as_the_large_batch_in_every_cell(found_in_all: Found) -> No
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_told_from_the_large_batch(name: str, found: Found) -> None:
+def test_a_mutant_differs_from_the_large_batch(name: str, found: Found) -> None:
     kind, task = MUTANTS[name][0].split("/")
     reference, _ = tasks.reference(TASKS[task], DATA_RANKS[kind])
     one = found[0][f"mutant: {name}/{task}"]
-    if "error" in one:  # numbers that are summed over too many ranks do not agree on the updates made
+    if "error" in one:  # sums over too many ranks make the counts of updates disagree
         assert name == "tensor-parallel ranks have data"
         assert one["error"].startswith("Rank 0 has made 1 updates, but rank ")
         return
@@ -84,13 +84,13 @@ def test_a_mutant_is_told_from_the_large_batch(name: str, found: Found) -> None:
 
 
 @pytest.mark.parametrize("cell", ["HSDP/windows", "FSDP2 x TP/windows"])
-def test_all_ranks_take_as_many_turns(cell: str, found: Found) -> None:
-    turns = [each[cell]["microbatches"] for each in found]
-    assert len(set(map(tuple, turns))) > 1, "premise: their windows are unequal"
+def test_all_ranks_make_the_same_number_of_exchanges(cell: str, found: Found) -> None:
+    microbatches = [each[cell]["microbatches"] for each in found]
+    assert len(set(map(tuple, microbatches))) > 1, "premise: their windows are unequal"
     assert len({tuple(each[cell]["exchanges"]) for each in found}) == 1
 
 
-def test_what_is_shared_is_named(found: Found) -> None:
+def test_the_report_names_the_parallelism(found: Found) -> None:
     one = found[0]
     assert one["HSDP/clipped"]["report"].startswith(
         "HSDP over 4 ranks: gradients are reduced once in a window"

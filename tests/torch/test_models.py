@@ -1,4 +1,4 @@
-"""Every kind of model: frozen, unused, tied and complex parameters; checkpoints, compilers, penalties."""
+"""Kinds of models: frozen, unused, tied and complex parameters; checkpointing, compilation, penalties."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_frozen_parameters_stay_and_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("into", ["grad", "momentum"])
-def test_frozen_parameters_in_the_optimizer_are_left_alone(into: Any) -> None:
-    """Weight decay moves a parameter that has a gradient; one without stays as it is."""
+def test_frozen_parameters_in_the_optimizer_do_not_change(into: Any) -> None:
+    """Weight decay changes only parameters with a gradient."""
     model: Any = mlp()
     model[2].bias.requires_grad = False
     start = start_of(model)
@@ -75,15 +75,15 @@ class Unused(nn.Module):
 
 
 def test_unused_parameters_stay_under_weight_decay() -> None:
-    """The large batch gives them no gradient at all (None, not zeros), so no weight decay moves them."""
+    """The large batch leaves their gradient at None, not zeros, so weight decay does not change them."""
     both = train_both(
         Unused, mse, rows(10), lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.5), microbatch_size=3
     )
     both.check(still=["spare.weight", "spare.bias"])
 
 
-class Sometimes(nn.Module):
-    """A branch that only some samples take, so that some micro-batches give no gradient to it."""
+class ConditionalBranch(nn.Module):
+    """Model with a branch for some samples only: some micro-batches give it no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,10 +100,14 @@ class Sometimes(nn.Module):
 
 @pytest.mark.parametrize("into", ["grad", "momentum"])
 def test_a_branch_that_some_microbatches_never_take(into: Any) -> None:
-    taken = [[bool((part[:, 0] > 0.8).any()) for part in x.split(2)] for x, _ in rows(12)]
+    taken = [[bool((mb[:, 0] > 0.8).any()) for mb in x.split(2)] for x, _ in rows(12)]
     assert all(any(window) and not all(window) for window in taken), "premise"
     train_both(
-        Sometimes, mse, rows(12), microbatch_size=2, gradient_sum="momentum" if into == "momentum" else "auto"
+        ConditionalBranch,
+        mse,
+        rows(12),
+        microbatch_size=2,
+        gradient_sum="momentum" if into == "momentum" else "auto",
     ).check()
 
 
@@ -163,7 +167,7 @@ def test_complex_parameters_into_momentum() -> None:
 
 
 def test_a_parameter_outside_of_the_model() -> None:
-    """A learned temperature that only the optimizer and the loss know."""
+    """A learned temperature is in the optimizer and the loss, but not in the model."""
 
     def run(split: bool) -> tuple[nn.Module, Tensor, float]:
         model, scale = mlp(), nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
@@ -186,7 +190,7 @@ def test_a_parameter_outside_of_the_model() -> None:
 
 
 def test_other_trainable_parameters_get_no_gradient() -> None:
-    """An optimizer over the head alone: the body keeps the gradient that somebody else gave it."""
+    """With an optimizer over the head alone, the body keeps its earlier gradient."""
     reference: Any = mlp()
     model: Any = mlp()
     start = start_of(reference)
@@ -236,7 +240,7 @@ def test_gradient_checkpointing(reentrant: bool, dtype: torch.dtype) -> None:
         lambda: Checkpointed(reentrant=reentrant, dtype=dtype), mse, rows(10, 3, dtype), microbatch_size=4
     )
     both.check()
-    assert both.reference.forwards == 6, "premise: the block is computed again in every backward"
+    assert both.reference.forwards == 6, "premise: every backward recomputes the block"
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -258,8 +262,8 @@ def test_gradient_checkpointing_into_float32_buffers(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("into", ["grad", "momentum"])
-def test_a_loss_with_gradients_of_its_own(dtype: torch.dtype, into: Any) -> None:
-    """A gradient penalty: the backward passes through a backward."""
+def test_a_loss_with_a_gradient_penalty(dtype: torch.dtype, into: Any) -> None:
+    """The backward of a gradient penalty differentiates through a backward."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         x = batch[0].detach().requires_grad_()
@@ -362,7 +366,7 @@ def test_a_transformer_on_tokens(dtype: torch.dtype, size: int) -> None:
 
 @pytest.fixture
 def compiler() -> Callable[[nn.Module], tuple[Any, list[tuple[int, ...]]]]:
-    """Compiles a model with a backend that notes each graph it is given and runs it eagerly."""
+    """Return a function that compiles a model with a backend that records graphs and runs them eagerly."""
 
     def compiled(model: nn.Module, **options: Any) -> tuple[Any, list[Any]]:
         graphs: list[Any] = []
@@ -386,7 +390,7 @@ def test_a_compiled_model_is_compiled_for_two_sizes_at_most(compiler: Any, dynam
     microbatches = {accumulate(batch).microbatches for batch in batches}
     assert microbatches == {4}, "premise: 3 + 3 + 3 + 2"
     assert_same_parameters(reference, model, 1e-12, start=start)
-    assert len(graphs) == 2, "neither the check of the statement nor later windows compile anything"
+    assert len(graphs) == 2, "the first-window check and later windows compile nothing"
 
 
 def test_a_compiled_model_given_as_the_model(compiler: Any) -> None:
@@ -412,7 +416,7 @@ def test_a_compiled_model_given_as_the_model(compiler: Any) -> None:
     reason="this release of torch compiles nothing after dispatch modes that overlapped in two threads",
 )
 def test_checks_that_overlap_in_two_threads_leave_the_compiler_on() -> None:
-    """The stance on compiling is of the whole process: the last of them to end must not leave its own."""
+    """The compiler's stance is global: the check that ends last must not leave its own stance behind."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -426,7 +430,7 @@ def test_checks_that_overlap_in_two_threads_leave_the_compiler_on() -> None:
         model = mlp()
 
         def loss_fn(mb: Any) -> Tensor:
-            is_in.set()  # in the check of the statement, before the first window
+            is_in.set()  # in the first-window check
             assert wait_for.wait(60)
             return mse(model, mb)
 
@@ -440,7 +444,7 @@ def test_checks_that_overlap_in_two_threads_leave_the_compiler_on() -> None:
         first_is_over.set()
         second.result(60)
     compiled(rows(10)[0][0])
-    assert graphs, "what is compiled is compiled"
+    assert graphs, "the compiler is still off"
 
 
 def test_a_compiled_loss_function(compiler: Any) -> None:
@@ -463,7 +467,7 @@ def test_a_compiled_loss_function(compiler: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"gradient_sum": "momentum"}, {"nonfinite": "skip_microbatch"}])
 def test_a_compiled_backward(options: dict[str, Any]) -> None:
-    """AOTAutograd computes the backward as a graph of its own, as `torch.compile` does by default."""
+    """AOTAutograd compiles the backward as a separate graph, as `torch.compile` does by default."""
     reference, model = mlp(), mlp()
     start, batches = start_of(reference), rows(11, 3)
     large_batch(sgd(reference.parameters()), lambda b: mse(reference, b), batches)
@@ -476,7 +480,7 @@ def test_a_compiled_backward(options: dict[str, Any]) -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_a_model_without_use_for_the_optimizer_is_refused_and_nothing_changes() -> None:
+def test_a_loss_without_parameters_of_the_optimizer_is_refused_before_any_change() -> None:
     model, other = mlp(), mlp()
     start = start_of(model)
     accumulate = Accumulator(
@@ -492,9 +496,7 @@ def test_a_model_without_use_for_the_optimizer_is_refused_and_nothing_changes() 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_a_parameter_unfrozen_during_a_run(clip: float | None) -> None:
-    """Gradual unfreezing: from then on its gradient counts, is clipped with the others, and is dropped
-    again.
-    """
+    """The gradient of an unfrozen parameter is clipped with the others, then set to None."""
     reference: Any = mlp()
     model: Any = mlp()
     start, batches = start_of(reference), rows(10, 4)
@@ -545,8 +547,8 @@ def test_a_parameter_group_added_during_a_run() -> None:
 
 
 @pytest.mark.parametrize("into", ["grad", "momentum"])
-def test_an_optimizer_that_is_loaded_after_the_accumulator_was_made(into: Any) -> None:
-    """Loading replaces its groups: learning rate, momentum and decay are those of the loaded ones."""
+def test_an_optimizer_loaded_after_the_accumulator_was_made(into: Any) -> None:
+    """Loading replaces the groups; later updates use their learning rate, momentum and decay."""
     reference, model = mlp(), mlp()
     start, batches = start_of(reference), rows(10, 4)
     theirs, ours = sgd(reference.parameters()), sgd(model.parameters())

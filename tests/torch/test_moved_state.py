@@ -1,4 +1,4 @@
-"""State that a forward moves beside the model's buffers: found, put back, warned of by name."""
+"""State outside of the model's buffers that a forward updates: found, restored, warned of by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def accumulator(program: Program, **options: Any) -> Accumulator:
 
 
 def same(a: list[Any], b: list[Any]) -> bool:
-    """Whether two lists of contents are equal bit for bit."""
+    """Compare two lists of contents bit for bit."""
     return len(a) == len(b) and all(
         torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(a, b, strict=True)
     )
@@ -43,7 +43,7 @@ def trained(name: str, **options: Any) -> tuple[list[Any], list[Tensor]]:
     accumulate = accumulator(program, **options)
     for batch in batches():
         accumulate(batch)
-    assert not same(before, program.contents()), "the premise: the state moves"
+    assert not same(before, program.contents()), "premise: the state changes"
     return program.contents(), parameters(program)
 
 
@@ -57,7 +57,7 @@ def test_the_check_does_not_change_a_training(name: str) -> None:
 
 
 @each_program
-def test_the_warning_names_what_moves(name: str) -> None:
+def test_the_warning_names_the_updated_state(name: str) -> None:
     program = PROGRAMS[name]()
     with pytest.warns(UserWarning, match=r"forward\(\) updates the state") as said:
         accumulator(program)(batches()[0])
@@ -69,8 +69,8 @@ def test_the_warning_names_what_moves(name: str) -> None:
 
 
 @each_program
-def test_what_is_warned_of_does_change_the_update(name: str) -> None:
-    """The premise of the warning: without it, another update than that of the large batch."""
+def test_updated_state_changes_the_update(name: str) -> None:
+    """Premise of the warning: with micro-batches the update differs from that of the large batch."""
     state, weights = trained(name, check=False)
     large_state, large = trained(name, check=False, microbatch_size=None)
     differences = [*zip(state, large_state, strict=True), *zip(weights, large, strict=True)]
@@ -87,7 +87,7 @@ class Stop(Exception):
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("windows", [0, 1, 5])
 @pytest.mark.sampled(2)
-def test_a_discarded_window_leaves_the_state_as_before(name: str, windows: int, check: bool) -> None:
+def test_a_discarded_window_restores_the_state(name: str, windows: int, check: bool) -> None:
     program = PROGRAMS[name]()
     accumulate = accumulator(program, check=check)
     for batch in batches(windows):
@@ -98,8 +98,10 @@ def test_a_discarded_window_leaves_the_state_as_before(name: str, windows: int, 
         for index, microbatch in enumerate(window):
             loss = program.loss_fn(microbatch)
             if index == 2:
-                still = name == "average by lerp" and not windows  # the teacher of the start is the student
-                assert same(before, program.contents()) == still, "the premise: the state has moved"
+                still = (
+                    name == "average by lerp" and not windows
+                )  # at the start the teacher equals the student
+                assert same(before, program.contents()) == still, "premise: the state has changed"
                 raise Stop
             window.backward(loss)
     assert same(before, program.contents())
@@ -112,8 +114,8 @@ def test_a_discarded_window_leaves_the_state_as_before(name: str, windows: int, 
 @pytest.mark.filterwarnings(MOVES, "ignore:memory ran out")
 @pytest.mark.parametrize("windows", [0, 1])
 @pytest.mark.sampled(2)
-def test_a_retry_for_want_of_memory_counts_once(name: str, windows: int) -> None:
-    """What the failed attempt moved is put back: as if the window had been cut so from the start."""
+def test_a_retry_after_out_of_memory_updates_the_state_once(name: str, windows: int) -> None:
+    """The failed attempt is rolled back: the result is that of smaller micro-batches from the start."""
     program, fails = PROGRAMS[name](), []
 
     def failing(microbatch: Tensor) -> Tensor:
@@ -126,11 +128,11 @@ def test_a_retry_for_want_of_memory_counts_once(name: str, windows: int) -> None
     accumulate = Accumulator(program.model, optimizer, failing, microbatch_size=4, check=windows > 0)
     for batch in batches(windows):
         accumulate(batch)
-    fails += ["now", "later"]  # the second of its micro-batches
+    fails += ["now", "later"]  # fail in the second micro-batch
     batch = batches()[1]
     update = accumulate(batch)
-    assert update.failures == 1, "the premise: memory ran out"
-    assert update.microbatches == 6, "the premise: the window began again in micro-batches of two"
+    assert update.failures == 1, "premise: memory ran out"
+    assert update.microbatches == 6, "premise: the window restarted in micro-batches of two"
 
     other = PROGRAMS[name]()
     reference = accumulator(other, check=False)
@@ -145,27 +147,27 @@ def test_a_retry_for_want_of_memory_counts_once(name: str, windows: int) -> None
 @pytest.mark.parametrize("test", ["check", "discard"])
 @each_program
 @pytest.mark.sampled(2)
-def test_large_state_is_copied_once_it_is_seen_to_move(
+def test_large_state_is_copied_when_it_is_first_written(
     name: str, test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No copy is made beforehand: the check copies what is about to be written."""
+    """No copy is made in advance: the check copies state that is about to be written."""
     monkeypatch.setattr(forward_state_keeper, "SMALL_BYTES", 0)
     monkeypatch.setattr(forward_state_keeper, "MOST_BYTES", 0)
     if test == "check":
         test_the_check_does_not_change_a_training(name)
     else:
         for windows in (0, 1, 5):
-            test_a_discarded_window_leaves_the_state_as_before(name, windows, check=True)
+            test_a_discarded_window_restores_the_state(name, windows, check=True)
 
 
 def with_backbone() -> tuple[nn.Module, nn.Module, Tensor]:
-    """Make a small trained layer on a large frozen one, and a large constant beside them."""
+    """Make a large frozen layer, a small trained layer on top of it, and a large constant."""
     backbone = nn.Linear(FEATURES, 1 << 16, dtype=F64).requires_grad_(requires_grad=False)
     return backbone, nn.Linear(1 << 16, 1, dtype=F64), torch.randn(1 << 18, dtype=F64)
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_what_stays_as_it_is_is_not_copied(check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_state_is_not_copied(check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_state_keeper, "SMALL_BYTES", 1 << 18)
     monkeypatch.setattr(forward_state_keeper, "MOST_BYTES", 1 << 19)
     copied: list[str] = []
@@ -173,18 +175,18 @@ def test_what_stays_as_it_is_is_not_copied(check: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(KeptTensor, "copy_now", lambda self: (copied.append(self.name), copy_now(self)))
     backbone, head, constant = with_backbone()
     sizes = [parameter.nbytes for parameter in backbone.parameters()]
-    assert min(sizes) >= 1 << 19, "the premise: they are large"
+    assert min(sizes) >= 1 << 19, "premise: they are large"
     model = nn.Sequential(backbone, head)
     loss_fn = lambda x: (model(x) + constant[0]).square().mean()  # noqa: E731
     optimizer = torch.optim.SGD(head.parameters(), lr=1e-6)
     accumulate = Accumulator(model, optimizer, loss_fn, microbatch_size=4, check=check)
     for batch in batches(5):
         accumulate(batch)
-    # In a first window that is not checked, frozen parameters up to the size of the trained ones.
+    # A first window without a check copies frozen parameters up to the size of the trained ones.
     assert set(copied) <= (set() if check else {"0.bias"})
 
 
-def lazily_moved(start: int) -> tuple[Program, list[int]]:
+def updated_late(start: int) -> tuple[Program, list[int]]:
     student, teacher, forwards = linear(0), frozen(1), [0]
 
     def loss_fn(x: Tensor) -> Tensor:
@@ -198,9 +200,9 @@ def lazily_moved(start: int) -> tuple[Program, list[int]]:
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_state_that_begins_to_move_late(seen: bool) -> None:
-    """It is put back from the window on after the first in which it moved; in that one it is said by name."""
-    program, forwards = lazily_moved(6 if seen else 8)  # windows of 3 micro-batches, without a check
+def test_state_that_is_first_updated_late(seen: bool) -> None:
+    """The first window that updates the state warns by name; later windows restore the state."""
+    program, forwards = updated_late(6 if seen else 8)  # windows of 3 micro-batches, without a check
     accumulate = accumulator(program, check=False)
     for batch in batches(2):
         accumulate(batch)
@@ -222,29 +224,29 @@ def test_state_that_begins_to_move_late(seen: bool) -> None:
 
 @each_program
 @pytest.mark.filterwarnings("ignore:memory ran out")
-def test_mutant_that_keeps_the_models_buffers_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def blind(models: Any, functions: Any) -> Reached:
+def test_mutant_that_restores_only_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reach_nothing(models: Any, functions: Any) -> Reached:
         return Reached([], [], {module: path for model in models for path, module in model.named_modules()})
 
-    monkeypatch.setattr(forward_state_keeper, "reach", blind)
-    if name != "average by lerp":  # whose teacher is the student in the check
-        with pytest.raises((AssertionError, UserWarning)):  # or the check sees a loss that does not repeat
+    monkeypatch.setattr(forward_state_keeper, "reach", reach_nothing)
+    if name != "average by lerp":  # in its check the teacher equals the student
+        with pytest.raises((AssertionError, UserWarning)):  # or the check finds a loss that does not repeat
             test_the_check_does_not_change_a_training(name)
     with pytest.raises(AssertionError):
-        test_a_discarded_window_leaves_the_state_as_before(name, 1, check=False)
-    with pytest.raises((AssertionError, UserWarning)):  # or the check sees a loss that does not repeat
-        test_a_retry_for_want_of_memory_counts_once(name, 1)
+        test_a_discarded_window_restores_the_state(name, 1, check=False)
+    with pytest.raises((AssertionError, UserWarning)):  # or the check finds a loss that does not repeat
+        test_a_retry_after_out_of_memory_updates_the_state_once(name, 1)
 
 
 @pytest.mark.filterwarnings(MOVES)
-def test_mutant_that_does_not_see_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_that_does_not_copy_before_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeptTensor, "copy_now", lambda self: None)
     with pytest.raises((AssertionError, UserWarning)):
         test_the_check_does_not_change_a_training("average by foreach")
 
 
-def large(name: str) -> tuple[list[Any], list[Tensor]]:
-    """Train with plain torch on whole batches."""
+def train_large_batches(name: str) -> tuple[list[Any], list[Tensor]]:
+    """Train with plain torch on large batches."""
     program = PROGRAMS[name]()
     optimizer = torch.optim.SGD(program.model.parameters(), lr=0.1)
     for batch in batches():
@@ -255,17 +257,17 @@ def large(name: str) -> tuple[list[Any], list[Tensor]]:
 
 
 def assert_as_large(program: Program, name: str) -> None:
-    state, weights = large(name)
+    state, weights = train_large_batches(name)
     for ours, real in zip([*program.state(), *program.model.parameters()], [*state, *weights], strict=True):
         if isinstance(real, Tensor):
-            assert type(ours) in (Tensor, nn.Parameter), "it is left virtual"
+            assert type(ours) in (Tensor, nn.Parameter), "it is still a virtual tensor"
             torch.testing.assert_close(ours.detach(), real.detach(), rtol=1e-12, atol=1e-12)
         else:
             assert ours == real
 
 
 @each_program
-def test_the_coupled_path_moves_it_once(name: str) -> None:
+def test_the_coupled_path_updates_the_state_once(name: str) -> None:
     program = PROGRAMS[name]()
     optimizer = torch.optim.SGD(program.model.parameters(), lr=0.1)
     accumulate = WholeBatch(program.model, optimizer, program.loss_fn, microbatch_size=4)
@@ -280,7 +282,7 @@ def test_the_coupled_path_moves_it_once(name: str) -> None:
 @pytest.mark.parametrize("error", [Stop, torch.OutOfMemoryError])
 @pytest.mark.filterwarnings("ignore:memory ran out")
 @pytest.mark.sampled(2)
-def test_a_failure_in_the_coupled_path_leaves_it_as_before(name: str, error: type[Exception]) -> None:
+def test_a_failure_in_the_coupled_path_restores_the_state(name: str, error: type[Exception]) -> None:
     program, fails = PROGRAMS[name](), []
 
     def failing(batch: Tensor) -> Tensor:
@@ -307,7 +309,7 @@ def test_a_failure_in_the_coupled_path_leaves_it_as_before(name: str, error: typ
 @each_program
 @pytest.mark.parametrize("end", ["break", "update"])
 def test_a_saved_window_is_resumed_and_can_be_discarded(name: str, end: str, tmp_path: Path) -> None:
-    """In a new program whose state is as of the saving: it goes back to where the window began, or on."""
+    """A new program with the state of the save can finish the window or roll back to its start."""
     program = PROGRAMS[name]()
     accumulate = accumulator(program, check=False)
     accumulate(batches()[0])
@@ -323,7 +325,7 @@ def test_a_saved_window_is_resumed_and_can_be_discarded(name: str, end: str, tmp
     accumulator(new, check=False)(batches()[0])
     for microbatch in batches()[1].split(4)[:2]:
         new.loss_fn(microbatch)
-    assert not same(before, new.contents()), "the premise: as of the saving"
+    assert not same(before, new.contents()), "premise: the state is that of the save"
     resumed = accumulator(new, check=False)
     resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     with resumed.window(batches()[1]) as window:
@@ -340,9 +342,9 @@ def test_a_saved_window_is_resumed_and_can_be_discarded(name: str, end: str, tmp
 
 
 @each_program
-def test_verify_leaves_it_as_before(name: str) -> None:
+def test_verify_does_not_change_the_state(name: str) -> None:
     program = PROGRAMS[name]()
-    accumulator(program, check=False)(batches()[0])  # or the teacher of one of them would stay as it is
+    accumulator(program, check=False)(batches()[0])  # otherwise one of the teachers would not change
     before, objects = program.contents(), program.state()
     verify(program.model, program.loss_fn, batches()[1], microbatch_size=4, dtype="own")
     assert same(before, program.contents())

@@ -1,4 +1,4 @@
-"""State in places that programs of users keep it in, and what the search for it costs."""
+"""State in unusual places of user programs, and the cost of the search for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from superbatch.torch.window.participants.kept_tensors import KeptTensor
 
 F64 = torch.float64
 Loss = Callable[[Tensor], Tensor]
-Made = tuple[nn.Module, Loss, Callable[[], Any]]  # model, loss_fn, and what reads the state
+Made = tuple[nn.Module, Loss, Callable[[], Any]]  # model, loss_fn, and a function that reads the state
 MOVES = r"ignore:forward\(\) updates the state:UserWarning"
 
 
@@ -137,21 +137,21 @@ def trained(made: Made, *, check: bool, fails: list[str] | None = None) -> Accum
 
 @pytest.mark.filterwarnings(MOVES)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_check_leaves_no_trace(name: str) -> None:
+def test_the_check_does_not_change_the_state(name: str) -> None:
     states = []
     for check in (True, False):
         made = PROGRAMS[name]()
         before = made[2]()
         trained(made, check=check)(torch.randn(8, 3, dtype=F64, generator=torch.Generator().manual_seed(1)))
         states.append(made[2]())
-        assert not same(before, states[-1]), "the premise: it moves"
+        assert not same(before, states[-1]), "premise: the state changes"
     assert same(*states)
 
 
 @pytest.mark.filterwarnings(MOVES, "ignore:A window was discarded, but the state 'bank'")
 @pytest.mark.parametrize("windows", [0, 1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_discarded_window_leaves_no_trace(name: str, windows: int) -> None:
+def test_a_discarded_window_restores_the_state(name: str, windows: int) -> None:
     made = PROGRAMS[name]()
     accumulate = trained(made, check=windows > 0)
     batch = torch.randn(8, 3, dtype=F64)
@@ -163,26 +163,26 @@ def test_a_discarded_window_leaves_no_trace(name: str, windows: int) -> None:
             made[1](batch)
             break
     assert not window.update.made  # type: ignore[union-attr]
-    if name == "large_bank" and not windows:  # it was not copied: a warning says so
+    if name == "large_bank" and not windows:  # it was not copied, as a warning says
         assert not same(before, made[2]())
     else:
         assert same(before, made[2]())
 
 
-def test_numbers_that_a_failed_micro_batch_drew_are_drawn_again() -> None:
+def test_a_retry_after_out_of_memory_repeats_the_random_numbers() -> None:
     made, other = generator_in_a_closure(), generator_in_a_closure()
     with pytest.warns(UserWarning, match="memory ran out"):
-        # The second of two; then micro-batches of two samples.
+        # The second of two micro-batches fails; the retry uses micro-batches of two samples.
         update = trained(made, check=False, fails=["now", "later"])(torch.ones(8, 3, dtype=F64))
-    assert update.failures == 1, "the premise"
+    assert update.failures == 1, "premise"
     for _ in range(4):
         torch.rand(2, 2, dtype=F64, generator=other[2].__self__)  # type: ignore[attr-defined]
     assert update.microbatches == 4
     assert torch.equal(made[2](), other[2]())
 
 
-def test_a_frozen_backbone_is_not_copied_by_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even small parameters: there may be hundreds, and a copy of each takes milliseconds."""
+def test_a_frozen_backbone_is_not_copied_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parameters are not copied either: there may be hundreds, which would take milliseconds."""
     backbone = nn.Sequential(*(nn.Linear(64, 64) for _ in range(20))).requires_grad_(requires_grad=False)
     model = nn.Sequential(backbone, nn.Linear(64, 1))
     copied: list[str] = []
@@ -198,8 +198,8 @@ def test_a_frozen_backbone_is_not_copied_by_a_look(monkeypatch: pytest.MonkeyPat
     assert copied == []
 
 
-class Counts(nn.Module):
-    """A metric: its state is counted once per micro-batch, and the loss does not read it."""
+class CountingMetric(nn.Module):
+    """Metric whose state is updated once per micro-batch and not used by the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,12 +210,12 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize("package", ["torchmetrics.metric", "of_a_user"])
-def test_the_state_of_a_metric_is_restored_after_the_check_and_not_warned_of(
+def test_the_state_of_a_metric_is_restored_after_the_check_without_a_warning(
     package: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(Counts, "__module__", package)
+    monkeypatch.setattr(CountingMetric, "__module__", package)
     model: Any = linear()
-    model.seen = Counts()
+    model.seen = CountingMetric()
 
     def loss_fn(x: Tensor) -> Tensor:
         model.seen(x)
@@ -230,18 +230,16 @@ def test_the_state_of_a_metric_is_restored_after_the_check_and_not_warned_of(
 
 
 class Trainer:
-    """Stands for a training loop that a module knows."""
+    """Stand-in for a training loop that a module refers to."""
 
     def __init__(self, logged: list[float]) -> None:
         self.logged, self.loss = logged, 0.0
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch.trainer", "of_a_user"])
-def test_the_training_loop_that_a_module_holds_is_not_searched(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_of_a_module_is_not_searched(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "__module__", package)
-    model: Any = Counts()
+    model: Any = CountingMetric()
     model.trainer = Trainer([])
     keeper = ForwardStateKeeper([model])
     keeper.begin(check=True)

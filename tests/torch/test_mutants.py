@@ -1,8 +1,7 @@
-"""Wrong ways to accumulate, each of which the comparison of the other tests must reject.
+"""Mutants: wrong ways to accumulate that the comparison of the other tests must reject.
 
-Without these nobody knows whether the comparison can fail. Each mutant is a mistake that some tool or
-tutorial makes; it is patched into the library (or run as a loop of its own), and checked by
-`assert_same_parameters`.
+They show that the comparison can fail. Each mutant is a mistake of some tool or tutorial. It is patched
+into the library, or run as a separate loop, and checked by `assert_same_parameters`.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def train_tail() -> Any:
     loader = [rows(2, 1, seed=number)[0] for number in range(9)]
     grouped = list(windows(loader, 4))
     assert len(grouped[-1]) == 1, "premise: the tail is short"
-    batches = [tuple(torch.cat(parts) for parts in zip(*window, strict=True)) for window in grouped]
+    batches = [tuple(torch.cat(leaves) for leaves in zip(*window, strict=True)) for window in grouped]
     return train_both(mlp, mse, batches, windows=grouped)
 
 
@@ -79,7 +78,7 @@ def train_by_value() -> Any:
 
 
 def train_returned() -> Any:
-    """The weight is known after the forward, so the sums are divided at the boundary."""
+    """The weight is known only after the forward, so the sums are divided at the end of the window."""
     batches = [tokens([7, 1, 1, 2, 4, 4, 6, 3], seed=seed) for seed in range(3)]
     reference, model = tiny_lm(), tiny_lm()
     start = start_of(reference)
@@ -135,7 +134,7 @@ def not_divided_at_all(patch: Patch) -> None:
 
 
 def weights_rounded(patch: Patch) -> None:
-    """A counter in bfloat16, off by less than one per cent."""
+    """A weight in bfloat16, wrong by less than one per cent."""
 
     def scale(weight: float, total: float, *, reduction: str, ranks: int = 1) -> float:
         return float(torch.tensor(weight / total, dtype=torch.bfloat16))
@@ -186,7 +185,7 @@ def clip_per_parameter(patch: Patch) -> None:
 
 
 def clip_by_value_scaled(patch: Patch) -> None:
-    """Clipping values of a gradient that is still multiplied by the number of micro-batches."""
+    """Clip the values of a gradient that is still multiplied by the number of micro-batches."""
     clip = update_rule.clip
 
     def scaled(step: Any, present: list[Tensor], norm: float) -> None:
@@ -204,14 +203,14 @@ def zero_grad_forgotten(patch: Patch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("superbatch.torch.") and getattr(module, "clear", None) is right:
             patch.setattr(module, "clear", lambda owned: None)
-    # It would be found at the first backward.
+    # Otherwise the first backward would detect the mutant.
     patch.setattr(GradientVersions, "require_unchanged", lambda self, **options: None)
 
 
 def scheduler_per_microbatch(patch: Patch) -> None:
     steps = update_rule.scheduler_steps
     patch.setattr(update_rule, "scheduler_steps", lambda *of: [*steps(*of), *steps(*of), *steps(*of)])
-    patch.setattr("superbatch.torch.window.slip_watch.warn", lambda *args, **kwargs: None)  # it is seen
+    patch.setattr("superbatch.torch.window.slip_watch.warn", lambda *args, **kwargs: None)  # else it warns
 
 
 def optimizer_twice(patch: Patch) -> None:
@@ -228,14 +227,14 @@ def optimizer_twice(patch: Patch) -> None:
 def last_microbatch_only(patch: Patch) -> None:
     backward = parameter_gradients.ParameterGradientSum.backward
 
-    def only(
+    def clear_then_backward(
         self: parameter_gradients.ParameterGradientSum, loss: Tensor, factor: float, **options: Any
     ) -> None:
         gradient_sum.clear(self._owned)
         self._versions.clear_recorded()
         backward(self, loss, factor, **options)
 
-    patch.setattr(parameter_gradients.ParameterGradientSum, "backward", only)
+    patch.setattr(parameter_gradients.ParameterGradientSum, "backward", clear_then_backward)
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], Any]]] = [
@@ -262,10 +261,10 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize(("mutate", "train"), MUTANTS)
-def test_the_comparison_rejects(
+def test_the_comparison_rejects_the_mutant(
     mutate: Callable[[Patch], None], train: Callable[[], Any], monkeypatch: Patch
 ) -> None:
-    # The check of the statement calls the same functions, and would stop some mutants before they do harm.
+    # The first-window check calls the same functions, and would stop some mutants early.
     monkeypatch.setattr("superbatch.torch.window.engine.check_first_window", lambda *args, **kwargs: None)
     mutate(monkeypatch)
     both = train()
@@ -276,7 +275,7 @@ def test_the_comparison_rejects(
 def tutorial_loop(
     model: nn.Module, optimizer: Any, loss: Any, microbatches: Sequence[Any], steps: int
 ) -> None:
-    """The loop that most tutorials show: every loss divided by a fixed number, a tail carried over."""
+    """Run the loop of most tutorials: every loss is divided by a fixed number, a tail is carried over."""
     for index, microbatch in enumerate(microbatches):
         (loss(model, microbatch) / steps).backward()
         if (index + 1) % steps == 0:
@@ -285,11 +284,11 @@ def tutorial_loop(
 
 
 @pytest.mark.parametrize(("sizes", "wrong"), [([3, 3, 3, 3], False), ([5, 1, 4, 2], True), ([3, 3, 3], True)])
-def test_the_comparison_judges_the_tutorial_loop(sizes: list[int], wrong: bool) -> None:
-    """It passes on equal micro-batches, and fails on unequal ones and on a tail."""
+def test_the_comparison_rejects_the_tutorial_loop_where_it_is_wrong(sizes: list[int], wrong: bool) -> None:
+    """The loop passes on equal micro-batches, and fails on unequal ones and on a tail."""
     microbatches = [rows(size, 1, seed=number)[0] for number, size in enumerate(sizes)]
     batches = [
-        tuple(torch.cat(parts) for parts in zip(*microbatches[first : first + 2], strict=True))
+        tuple(torch.cat(leaves) for leaves in zip(*microbatches[first : first + 2], strict=True))
         for first in range(0, len(sizes), 2)
     ]
     reference, model = mlp(), mlp()

@@ -1,6 +1,6 @@
-"""The noise of a training's gradient, against gradients of its micro-batches taken by hand in float64."""
+"""Gradient noise of a training, against micro-batch gradients computed by hand in float64."""
 
-# ruff: noqa: PT012  (what raises is the block of a window: the loop in it is the subject)
+# ruff: noqa: PT012  (the block of a window raises, with a loop in it)
 from __future__ import annotations
 
 import copy
@@ -27,7 +27,7 @@ from tests.torch.two_ranks import found_by_both
 
 TOLERANCE = 1e-12
 TEXT = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
-CountAndWeight = Sequence[Any]
+Microbatches = Sequence[Any]
 
 
 def by_hand(
@@ -36,7 +36,7 @@ def by_hand(
     weights: Sequence[float],
     samples: Sequence[float] | None = None,
 ) -> tuple[Estimate, float]:
-    """The formula on gradients of mean losses, one `torch.autograd.grad` per micro-batch."""
+    """Noise by the formula, from one `torch.autograd.grad` of the mean loss per micro-batch."""
     parameters = list(parameters)
     gradients = []
     for loss in losses:
@@ -57,47 +57,46 @@ def by_hand(
 
 
 def losses_by_hand(losses: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """The mean loss of a window, and its variance by the spread of the losses around 0."""
+    """Mean loss of a window, and its variance from the squares of the micro-batch losses."""
     shares = [weight / sum(weights) for weight in weights]
     mean = sum(s * loss for s, loss in zip(shares, losses, strict=True))
     a2 = sum((s * loss) ** 2 for s, loss in zip(shares, losses, strict=True))
     return mean, estimate(a2, mean * mean, sum(s * s for s in shares)).variance
 
 
-def assert_says(
+def assert_near(
     meter: Recorder, expected: tuple[Estimate, float], tolerance: float = TOLERANCE, group: str = "group 0"
 ) -> None:
     assert hasattr(meter, "said"), meter.estimate().reason
     estimates, samples = meter.said
     assert samples == pytest.approx(expected[1], rel=tolerance)
-    size = abs(expected[0].signal) + abs(
-        expected[0].variance
-    )  # either may be the small difference of large ones
+    # Either may be a small difference of large numbers.
+    size = abs(expected[0].signal) + abs(expected[0].variance)
     for ours, theirs in zip(estimates[group], expected[0], strict=True):
         assert abs(ours - theirs) <= tolerance * size, (estimates, expected)
 
 
-def cut(batch: tuple[Tensor, ...], *sizes: int) -> list[tuple[Tensor, ...]]:
+def split(batch: tuple[Tensor, ...], *sizes: int) -> list[tuple[Tensor, ...]]:
     return list(zip(*(leaf.split(list(sizes)) for leaf in batch), strict=True))
 
 
 SIZES = (5, 1, 3)
 BATCH = rows(9, 1)[0]
-PARTS = cut(BATCH, *SIZES)
+PARTS = split(BATCH, *SIZES)
 
 
 def measured(
     model: nn.Module,
-    parts: CountAndWeight,
+    microbatches: Microbatches,
     loss: Callable[[Any], Any],
     *,
     optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> Recorder:
-    """One window of micro-batches, measured."""
+    """Train one window of micro-batches and return its meter."""
     meter = Recorder(every=1)
     accumulate = Accumulator(model, optimizer or sgd(model.parameters()), loss, observers=[meter], **options)
-    assert accumulate(Window(list(parts))).made
+    assert accumulate(Window(list(microbatches))).made
     assert_nothing_left(model)
     return meter
 
@@ -111,26 +110,26 @@ def test_unequal_micro_batches() -> None:
     expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in PARTS], SIZES)
     each = [mse(model, p).item() for p in PARTS]
     meter = measured(model, PARTS, lambda p: mse(model, p))
-    assert_says(meter, expected)
+    assert_near(meter, expected)
     assert meter.losses == pytest.approx(losses_by_hand(each, SIZES), rel=TOLERANCE)
 
 
-def test_a_batch_that_is_split_and_the_owned_loop() -> None:
-    model, parts = mlp(), cut(BATCH, 3, 3, 3)
-    expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in parts], (3, 3, 3))
+def test_a_batch_split_by_the_accumulator_and_by_the_users_loop() -> None:
+    model, microbatches = mlp(), split(BATCH, 3, 3, 3)
+    expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in microbatches], (3, 3, 3))
     meter, start = Recorder(every=1), copy.deepcopy(model.state_dict())
     Accumulator(
         model, sgd(model.parameters()), lambda p: mse(model, p), microbatch_size=4, observers=[meter]
     )(BATCH)
-    assert_says(meter, expected)
+    assert_near(meter, expected)
     model.load_state_dict(start)
     meter = Recorder(every=1)
     accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=4, observers=[meter])
     with accumulate.window(BATCH) as window:
-        for part in window:
-            assert all(p._backward_hooks for p in model.parameters()), "premise: hooks are on inside"
-            window.backward(mse(model, part))
-    assert_says(meter, expected)
+        for mb in window:
+            assert all(p._backward_hooks for p in model.parameters()), "premise: hooks are active"
+            window.backward(mse(model, mb))
+    assert_near(meter, expected)
     assert_nothing_left(model)
 
 
@@ -139,8 +138,8 @@ def test_a_sum_over_samples() -> None:
     expected = by_hand(model.parameters(), [lambda p=p: per_sample(model, p) for p in PARTS], SIZES)
     each = [per_sample(model, p).item() for p in PARTS]
     meter = measured(model, PARTS, lambda p: squared_sum(model, p), reduction="sum")
-    assert_says(meter, expected)
-    assert meter.losses == pytest.approx(losses_by_hand(each, SIZES), rel=TOLERANCE), "of means, not of sums"
+    assert_near(meter, expected)
+    assert meter.losses == pytest.approx(losses_by_hand(each, SIZES), rel=TOLERANCE), "means, not sums"
 
 
 TOKENS = [
@@ -151,12 +150,12 @@ TOKENS = [
 ]
 
 
-def token_loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(part["ids"]).flatten(0, 1), part["labels"].flatten())
+def token_loss(model: nn.Module, mb: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(mb["ids"]).flatten(0, 1), mb["labels"].flatten())
 
 
 @pytest.mark.parametrize("returned", [False, True])
-def test_tokens_count_and_a_micro_batch_without_weight_does_not(returned: bool) -> None:
+def test_token_weights_with_a_micro_batch_of_weight_zero(returned: bool) -> None:
     torch.manual_seed(3)
     model = TinyLM().double()
     counted = [TOKENS[0], TOKENS[1], TOKENS[3]]
@@ -165,26 +164,26 @@ def test_tokens_count_and_a_micro_batch_without_weight_does_not(returned: bool) 
         model.parameters(), [lambda p=p: token_loss(model, p) for p in counted], weights, [2, 1, 3]
     )
 
-    def with_weight(part: dict[str, Tensor]) -> tuple[Tensor, int]:
-        count = int((part["labels"] != -100).sum())
-        return (token_loss(model, part) if count else model(part["ids"]).sum() * 0), count
+    def with_weight(mb: dict[str, Tensor]) -> tuple[Tensor, int]:
+        count = int((mb["labels"] != -100).sum())
+        return (token_loss(model, mb) if count else model(mb["ids"]).sum() * 0), count
 
     meter = (
         measured(model, TOKENS, with_weight, weight="returned")
         if returned
         else measured(model, TOKENS, lambda p: token_loss(model, p), weight=count_tokens("labels"))
     )
-    assert_says(meter, expected)
+    assert_near(meter, expected)
 
 
-def test_it_is_measured_before_clipping() -> None:
+def test_noise_is_measured_before_clipping() -> None:
     model = mlp()
     expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in PARTS], SIZES)
     options: dict[str, Any] = {"max_grad_norm": 1e-3, "clip": ClipValue(1e-4)}
-    assert_says(measured(model, PARTS, lambda p: mse(model, p), **options), expected)
+    assert_near(measured(model, PARTS, lambda p: mse(model, p), **options), expected)
 
 
-def test_a_gradient_scaler_is_taken_out_and_an_overflow_is_not_counted() -> None:
+def test_noise_is_unscaled_and_an_overflow_is_not_counted() -> None:
     model = mlp()
     expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in PARTS], SIZES)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # type: ignore[attr-defined]
@@ -193,21 +192,21 @@ def test_a_gradient_scaler_is_taken_out_and_an_overflow_is_not_counted() -> None
         model, sgd(model.parameters()), lambda p: mse(model, p), scaler=scaler, observers=[meter], check=False
     )
     assert accumulate(Window(PARTS)).made
-    assert_says(meter, expected)
+    assert_near(meter, expected)
     handle = next(model.parameters()).register_hook(lambda g: g * float("inf"))
     assert not accumulate(Window(PARTS)).made
     assert meter.windows == 1
     handle.remove()
 
 
-def test_dropped_micro_batches_and_windows_given_up() -> None:
+def test_skipped_micro_batches_and_windows_are_not_measured() -> None:
     model = mlp()
     bad = (PARTS[1][0] * float("nan"), PARTS[1][1])
     good = [PARTS[0], PARTS[2]]
     expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in good], (5, 3))
     start = copy.deepcopy(model.state_dict())
     options: dict[str, Any] = {"nonfinite": "skip_microbatch", "check": False}
-    assert_says(measured(model, [PARTS[0], bad, PARTS[2]], lambda p: mse(model, p), **options), expected)
+    assert_near(measured(model, [PARTS[0], bad, PARTS[2]], lambda p: mse(model, p), **options), expected)
     model.load_state_dict(start)
     for nonfinite in ("skip_update", "raise"):
         meter = Recorder(every=1)
@@ -231,8 +230,8 @@ def test_dropped_micro_batches_and_windows_given_up() -> None:
 @pytest.mark.parametrize("masters", [False, True])
 def test_sums_in_float32_buffers(masters: bool) -> None:
     model = mlp(torch.bfloat16)
-    parts = [tuple(leaf.bfloat16() for leaf in part) for part in PARTS]
-    expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in parts], SIZES)
+    microbatches = [tuple(leaf.bfloat16() for leaf in mb) for mb in PARTS]
+    expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in microbatches], SIZES)
     copies = fp32_masters(model) if masters else None
     optimizer = sgd(model.parameters() if copies is None else copies.values())
     meter = Recorder(every=1)
@@ -243,8 +242,8 @@ def test_sums_in_float32_buffers(masters: bool) -> None:
         observers=[meter],
         gradient_sum=torch.float32,
         check=False,
-    )(Window(parts))
-    assert_says(meter, expected, 1e-5)  # norms of bfloat16 gradients are taken in float32
+    )(Window(microbatches))
+    assert_near(meter, expected, 1e-5)  # norms of bfloat16 gradients are computed in float32
 
 
 class Tied(nn.Module):
@@ -262,7 +261,7 @@ class Tied(nn.Module):
         if self.how == "plain":
             return self.head(torch.tanh(self.body(self.body(x))))
         reentrant = self.how == "reentrant"
-        for layer in (self.body, self.body, self.head):  # parameters in two segments, and outside of one
+        for layer in (self.body, self.body, self.head):  # body is in two segments, the tied weight in one
             x = checkpoint(layer, torch.tanh(x), use_reentrant=reentrant)
         return x
 
@@ -270,8 +269,8 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("how", ["plain", "not reentrant", "reentrant"])
 def test_tied_weights_and_checkpoints(how: str) -> None:
     model = Tied(how)
-    twin = Tied("not reentrant" if how == "reentrant" else how)  # `autograd.grad` refuses reentrant ones
-    parts = [torch.arange(i, i + 6).view(2, 3) % 7 for i in range(3)]
+    twin = Tied("not reentrant" if how == "reentrant" else how)  # reentrant: no `autograd.grad`
+    microbatches = [torch.arange(i, i + 6).view(2, 3) % 7 for i in range(3)]
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
         return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
@@ -279,36 +278,36 @@ def test_tied_weights_and_checkpoints(how: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     meter = Recorder(every=1)
     accumulate = Accumulator(model, optimizer, lambda ids: loss(model, ids), observers=[meter])
-    accumulate(Window(parts))
-    if how == "reentrant":  # found out, and said; the next window keeps the parts
+    accumulate(Window(microbatches))
+    if how == "reentrant":  # the first window only detects partial gradients
         assert meter.windows == 0
         assert "came in several parts" in (meter.estimate().reason or "")
-        accumulate(Window(parts))
+        accumulate(Window(microbatches))
     assert meter.windows == 1
-    expected = by_hand(twin.parameters(), [lambda p=p: loss(twin, p) for p in parts], (2, 2, 2))
-    assert_says(meter, expected)
+    expected = by_hand(twin.parameters(), [lambda p=p: loss(twin, p) for p in microbatches], (2, 2, 2))
+    assert_near(meter, expected)
     assert_nothing_left(model)
 
 
-def test_two_losses_of_one_micro_batch_add_up() -> None:
+def test_two_losses_of_one_micro_batch_are_added() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     meter = Recorder(every=1)
     accumulate = Accumulator(model, optimizer, observers=[meter])
-    for _ in range(2):  # the first window finds out
+    for _ in range(2):  # the first window only detects two losses
         with accumulate.window(Window(PARTS)) as window:
-            for part in window:
-                window.backward(mse(model, part))
-                window.backward(model(part[0]).square().mean())
+            for mb in window:
+                window.backward(mse(model, mb))
+                window.backward(model(mb[0]).square().mean())
     assert meter.windows == 1
     expected = by_hand(
         model.parameters(), [lambda p=p: mse(model, p) + model(p[0]).square().mean() for p in PARTS], SIZES
     )
-    assert_says(meter, expected)
+    assert_near(meter, expected)
 
 
 def test_sparse_complex_frozen_and_unused_parameters() -> None:
-    class Odd(nn.Module):
+    class MixedParameters(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(6)
@@ -320,15 +319,19 @@ def test_sparse_complex_frozen_and_unused_parameters() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return ((self.table(ids) * self.wave).sum(-1).abs() + self.frozen.sum()).square()
 
-    model = Odd()
-    parts = [torch.tensor([[1, 1, 2]]), torch.tensor([[2, 3, 3], [4, 1, 1]]), torch.tensor([[5, 5, 5]])]
+    model = MixedParameters()
+    microbatches = [
+        torch.tensor([[1, 1, 2]]),
+        torch.tensor([[2, 3, 3], [4, 1, 1]]),
+        torch.tensor([[5, 5, 5]]),
+    ]
     trained = [p for p in model.parameters() if p.requires_grad]
-    expected = by_hand(trained, [lambda p=p: model(p).mean() for p in parts], (1, 2, 1))
+    expected = by_hand(trained, [lambda p=p: model(p).mean() for p in microbatches], (1, 2, 1))
     optimizer = torch.optim.SGD(trained, lr=0.1)
-    assert_says(measured(model, parts, lambda p: model(p).mean(), optimizer=optimizer), expected)
+    assert_near(measured(model, microbatches, lambda p: model(p).mean(), optimizer=optimizer), expected)
 
 
-def test_groups_have_names_and_add_up() -> None:
+def test_groups_have_names_and_sum_to_the_total() -> None:
     model = mlp()
     losses = [lambda p=p: mse(model, p) for p in PARTS]
     first, last = list(model[0].parameters()), list(model[2].parameters())
@@ -336,23 +339,23 @@ def test_groups_have_names_and_add_up() -> None:
     total = by_hand(model.parameters(), losses, SIZES)[0]
     optimizer = torch.optim.SGD([{"params": first, "name": "body"}, {"params": last}], lr=0.0)
     meter = measured(model, PARTS, lambda p: mse(model, p), optimizer=optimizer)
-    assert_says(meter, expected[0], group="body")
-    assert_says(meter, expected[1], group="group 1")
+    assert_near(meter, expected[0], group="body")
+    assert_near(meter, expected[1], group="group 1")
     assert meter.estimate().signal == pytest.approx(total.signal, rel=1e-9)
     assert [group.name for group in meter.estimate().groups] == ["body", "group 1"]
 
 
-def test_per_sample_randomness_and_what_the_users_own_hooks_and_penalties_see() -> None:
-    """The reference are hooks of the test itself: with dropout no gradient can be taken again."""
+def test_per_sample_randomness_with_user_hooks_and_a_gradient_penalty() -> None:
+    """The test's own hooks give the reference: with dropout a gradient cannot be recomputed."""
     model = mlp(dropout=0.4).train()
     seen: list[list[Tensor]] = []
     hooks = [p.register_hook(lambda g: seen[-1].append(g.clone())) for p in model.parameters()]
 
-    def loss(part: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(mb: tuple[Tensor, Tensor]) -> Tensor:
         seen.append([])
-        value = mse(model, part)
+        value = mse(model, mb)
         penalty = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
-        assert len(seen[-1]) == 4, "premise: asking for a gradient in the forward calls the hooks"
+        assert len(seen[-1]) == 4, "premise: a gradient in the forward calls the hooks"
         seen[-1].clear()
         return value + 0.1 * sum(g.square().sum() for g in penalty)
 
@@ -367,21 +370,21 @@ def test_per_sample_randomness_and_what_the_users_own_hooks_and_penalties_see() 
         check=False,
     )
     update = accumulate(BATCH)
-    a2 = sum(float(g.square().sum()) for part in seen for g in part)
+    a2 = sum(float(g.square().sum()) for mb in seen for g in mb)
     assert update.grad_norm is not None
     assert len(seen) == 3, "premise: three micro-batches"
     found = estimate(a2, update.grad_norm**2, 1 / 3)
-    assert_says(meter, (found, 9.0))
+    assert_near(meter, (found, 9.0))
     assert all(len(p._backward_hooks or ()) == 1 for p in model.parameters()), "the user's hooks stay"
     for hook in hooks:
         hook.remove()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "after"])
-def test_memory_that_runs_out_counts_nothing_twice(where: str) -> None:
+def test_out_of_memory_counts_no_micro_batch_twice(where: str) -> None:
     model, failed = mlp(), []
 
-    class HalfWay(torch.autograd.Function):
+    class FailingBackward(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.clone()
@@ -393,40 +396,40 @@ def test_memory_that_runs_out_counts_nothing_twice(where: str) -> None:
                 raise RuntimeError(TEXT)
             return gradient
 
-    def loss(part: tuple[Tensor, ...]) -> Tensor:
-        x, y = part
+    def loss(mb: tuple[Tensor, ...]) -> Tensor:
+        x, y = mb
         if where == "forward" and not failed and len(x) == 4:
             failed.append(1)
             raise RuntimeError(TEXT)
-        hidden = HalfWay.apply(torch.tanh(model[0](x)))
+        hidden = FailingBackward.apply(torch.tanh(model[0](x)))
         return nn.functional.mse_loss(model[2](hidden), y)
 
-    # The second micro-batch fails, and is cut in halves; after a failure half way all begins again.
-    parts = cut(rows(11, 1)[0], 3, 4, 4)
+    # The second micro-batch fails and is halved. After a failure in the backward the window restarts.
+    microbatches = split(rows(11, 1)[0], 3, 4, 4)
     sizes = (2, 1, 2, 2, 2, 2) if where == "backward" else (3, 2, 2, 2, 2)
-    again = cut(rows(11, 1)[0], *sizes)
+    again = split(rows(11, 1)[0], *sizes)
     if where == "after":
-        sizes, again = (3, 4, 4), parts
+        sizes, again = (3, 4, 4), microbatches
     expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in again], sizes)
     meter = Recorder(every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     accumulate = Accumulator(model, optimizer, loss, observers=[meter], check=False)
     if where != "after":
         with pytest.warns(UserWarning, match="memory ran out"):
-            accumulate(Window(parts))
+            accumulate(Window(microbatches))
         assert failed, "premise: memory ran out"
-    else:  # an exception of the user's own between windows leaves no trace
-        with pytest.raises(KeyError), accumulate.window(Window(parts)) as window:
-            for part in window:
-                window.backward(loss(part))
+    else:  # a window that the user's exception ends is not counted
+        with pytest.raises(KeyError), accumulate.window(Window(microbatches)) as window:
+            for mb in window:
+                window.backward(loss(mb))
                 raise KeyError
         assert meter.passed == 0
-        accumulate(Window(parts))
-    assert_says(meter, expected)
+        accumulate(Window(microbatches))
+    assert_near(meter, expected)
     assert_nothing_left(model)
 
 
-def test_automatic_sizes() -> None:
+def test_automatic_micro_batch_sizes() -> None:
     model = mlp()
     meter = Recorder(every=1)
     accumulate = Accumulator(
@@ -440,15 +443,15 @@ def test_automatic_sizes() -> None:
     assert_nothing_left(model)
 
 
-def test_a_window_in_flight_goes_on_bit_for_bit() -> None:
+def test_an_open_window_is_resumed_bit_for_bit() -> None:
     def new() -> tuple[nn.Module, torch.optim.Optimizer, Recorder, Accumulator]:
         model = mlp(torch.float32)
         optimizer, meter = sgd(model.parameters()), Recorder(beta=0.9, every=1)
         loss = lambda p: mse(model, p)  # noqa: E731
         return model, optimizer, meter, Accumulator(model, optimizer, loss, observers=[meter])
 
-    batches = [Window(cut(batch, *SIZES)) for batch in rows(9, 12, torch.float32)]
-    _, _, whole, accumulate = new()
+    batches = [Window(split(batch, *SIZES)) for batch in rows(9, 12, torch.float32)]
+    _, _, uninterrupted, accumulate = new()
     for batch in batches:
         accumulate(batch)
     model, optimizer, meter, accumulate = new()
@@ -456,8 +459,8 @@ def test_a_window_in_flight_goes_on_bit_for_bit() -> None:
         accumulate(batch)
     file = io.BytesIO()
     with accumulate.window(batches[9]) as window:
-        for index, part in enumerate(window):
-            window.backward(mse(model, part))
+        for index, mb in enumerate(window):
+            window.backward(mse(model, mb))
             if index == 1:
                 state = {"model": model, "optimizer": optimizer, "accumulate": accumulate}
                 torch.save({name: each.state_dict() for name, each in state.items()}, file)
@@ -469,12 +472,12 @@ def test_a_window_in_flight_goes_on_bit_for_bit() -> None:
     accumulate.load_state_dict(saved["accumulate"])
     for batch in batches[9:]:
         accumulate(batch)
-    assert meter.estimate() == whole.estimate() == accumulate.noise
-    assert whole.windows == 12
-    # A state saved without measuring: the window is left out, not measured by its second half.
+    assert meter.estimate() == uninterrupted.estimate() == accumulate.noise
+    assert uninterrupted.windows == 12
+    # A window saved without a measurement is left out: its second half alone is not measured.
     model, optimizer, meter, accumulate = new()
     saved["accumulate"]["window"]["noise"] = None
-    del saved["accumulate"]["window"]["digest"]  # which tells that something was changed
+    del saved["accumulate"]["window"]["digest"]  # it would reveal the change
     accumulate.load_state_dict(saved["accumulate"])
     accumulate(batches[9])
     assert meter.windows == 9
@@ -498,22 +501,22 @@ def test_measuring_changes_no_update() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
 
 
-def test_off_by_default_there_are_no_hooks() -> None:
+def test_no_hooks_by_default() -> None:
     model = mlp()
     accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=4)
     with accumulate.window(BATCH) as window:
-        for part in window:
+        for mb in window:
             assert all(p._backward_hooks is None for p in model.parameters())
-            window.backward(mse(model, part))
+            window.backward(mse(model, mb))
     assert accumulate.noise is None
 
 
-def test_one_window_in_so_many() -> None:
+def test_one_window_in_every_n_is_measured() -> None:
     model, hooked = mlp(), []
 
-    def loss(part: Any) -> Tensor:
+    def loss(mb: Any) -> Tensor:
         hooked.append(bool(model[0].weight._backward_hooks))
-        return mse(model, part)
+        return mse(model, mb)
 
     meter = NoiseMeter(every=3)
     accumulate = Accumulator(model, sgd(model.parameters()), loss, observers=[meter], check=False)
@@ -530,7 +533,7 @@ def test_one_window_in_so_many() -> None:
     assert (tiny.meter.every, large.meter.every) == (20, 1)
 
 
-def test_one_micro_batch_says_nothing_and_says_so() -> None:
+def test_one_micro_batch_gives_a_reason_and_no_estimate() -> None:
     model = mlp()
     accumulate = Accumulator(
         model, sgd(model.parameters()), lambda p: mse(model, p), observers=[NoiseMeter(every=1)]
@@ -565,12 +568,12 @@ def test_other_parameters_in_a_group_begin_a_new_average() -> None:
     assert meter.windows == 2
     weight.requires_grad = True
     accumulate(Window(PARTS))
-    assert meter.windows == 1, "of a model that was partly frozen it is another noise scale"
+    assert meter.windows == 1, "a partly frozen model has another noise scale"
     accumulate(Window(PARTS))
     assert meter.windows == 2
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_options_that_prevent_a_measurement_are_refused() -> None:
     model = mlp()
     with pytest.raises(InputError, match='is never formed with gradient_sum="momentum"'):
         Accumulator(model, sgd(model.parameters()), gradient_sum="momentum", observers=[NoiseMeter()])
@@ -581,19 +584,19 @@ def test_what_cannot_be_measured_is_refused() -> None:
         Accumulator(model, sgd(model.parameters()), observers="yes")  # type: ignore[arg-type]
 
 
-def test_two_ranks_say_what_one_process_says_of_all_micro_batches(tmp_path: Path) -> None:
+def test_two_ranks_measure_the_same_as_one_process(tmp_path: Path) -> None:
     said = found_by_both("tests.torch.noise_ranks", tmp_path)
     assert said[0] == said[1]
     model = mlp()
     for name, sizes in (("three", noise_ranks.SIZES), ("one", noise_ranks.ALONE)):
         flat = [size for rank in sizes for size in rank]
-        parts = noise_ranks.parts(tuple(flat))
+        microbatches = noise_ranks.parts(tuple(flat))
         (signal, variance), samples = by_hand(
-            model.parameters(), [lambda p=p: mse(model, p) for p in parts], flat
+            model.parameters(), [lambda p=p: mse(model, p) for p in microbatches], flat
         )
         found, ours, losses = said[0][name]
         assert losses == pytest.approx(
-            losses_by_hand([mse(mlp(), p).item() for p in parts], flat), rel=TOLERANCE
+            losses_by_hand([mse(mlp(), p).item() for p in microbatches], flat), rel=TOLERANCE
         )
         assert ours == pytest.approx(samples, rel=TOLERANCE)
         assert found == pytest.approx((signal, variance), rel=1e-11)
@@ -601,31 +604,31 @@ def test_two_ranks_say_what_one_process_says_of_all_micro_batches(tmp_path: Path
         assert error <= TOLERANCE
 
 
-def test_mutants_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong ways to see the gradients, and a test above that each must fail."""
+def test_mutants_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wrong way to record gradients fails a test above."""
 
-    def sees_the_running_sum(self: MicrobatchGradientNorms) -> None:
+    def records_the_running_sum(self: MicrobatchGradientNorms) -> None:
         for parameter, slot in zip(self._parameters, self._slots, strict=True):
             handle = parameter.register_post_accumulate_grad_hook(
                 lambda p, slot=slot: slot.append(float(p.grad.norm()))
             )
             self._undo.append(handle.remove)
 
-    def takes_parts_for_wholes(self: MicrobatchGradientNorms) -> None:
-        whole(self)
+    def treats_partial_gradients_as_complete(self: MicrobatchGradientNorms) -> None:
+        end_of_microbatch(self)
         self.reason = None
 
-    whole = MicrobatchGradientNorms._end_of_microbatch
-    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+    end_of_microbatch = MicrobatchGradientNorms._end_of_microbatch
+    do_nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     for name, mutant, test in (
-        ("open", sees_the_running_sum, test_unequal_micro_batches),
-        ("restart", _restart_but_once, lambda: test_memory_that_runs_out_counts_nothing_twice("backward")),
+        ("open", records_the_running_sum, test_unequal_micro_batches),
+        ("restart", _restart_only_once, lambda: test_out_of_memory_counts_no_micro_batch_twice("backward")),
         (
             "_end_of_microbatch",
-            takes_parts_for_wholes,
+            treats_partial_gradients_as_complete,
             lambda: test_tied_weights_and_checkpoints("reentrant"),
         ),
-        ("close", nothing, test_unequal_micro_batches),
+        ("close", do_nothing, test_unequal_micro_batches),
     ):
         test()
         with monkeypatch.context() as patch:
@@ -634,7 +637,7 @@ def test_mutants_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
                 test()
 
 
-def _restart_but_once(self: MicrobatchGradientNorms) -> None:
+def _restart_only_once(self: MicrobatchGradientNorms) -> None:
     if not hasattr(self, "_norms"):
         self._last, self._ended, self._norms, self._squares = None, None, [], {}
         self._per_sample = []

@@ -1,4 +1,4 @@
-"""The noise by Adam's preconditioner, against the formula on gradients taken by hand in float64."""
+"""Noise under Adam's preconditioner, against the formula on gradients computed by hand in float64."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ TOLERANCE = 1e-12
 
 
 class Recorder(NoiseMeter):
-    """Keeps what each window said beside the plain noise."""
+    """Meter that records the estimates of each window beside the plain noise."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(every=1, preconditioned=True, **options)
-        self.beside: list[dict[str, Estimate]] = [{}]
+        self.extra: list[dict[str, Estimate]] = [{}]
 
     def add(self, estimates: dict[str, Estimate], *, samples: float) -> None:  # type: ignore[override]
-        self.beside.append({})
+        self.extra.append({})
         super().add(estimates, samples=samples)
 
     def add_beside(self, name: str, one: Estimate, *, samples: float) -> None:
         if math.isfinite(one.signal):
-            self.beside[-1][name] = one
+            self.extra[-1][name] = one
         super().add_beside(name, one, samples=samples)
 
 
 def denominators(model: nn.Module, optimizer: Optimizer, *, amsgrad: bool = False) -> list[Tensor]:
-    """``sqrt(v_hat) + eps`` by the formula, from the state as it is now."""
+    """``sqrt(v_hat) + eps`` by the formula, from the current state."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -58,7 +58,7 @@ def denominators(model: nn.Module, optimizer: Optimizer, *, amsgrad: bool = Fals
 def by_hand(
     model: nn.Module, losses: Sequence[Callable[[], Tensor]], weights: Sequence[float], d: Sequence[Tensor]
 ) -> dict[str, Estimate]:
-    """The formula, on one `torch.autograd.grad` per micro-batch, without coordinates that have no moment."""
+    """Noise from one `torch.autograd.grad` per micro-batch, without coordinates that have no moment."""
     used = [each > 1e-8 * (1 + 1e-9) for each in d]
     mean = sum(float(x[u].sum()) for x, u in zip(d, used, strict=True)) / sum(int(u.sum()) for u in used)
     shares = [weight / sum(weights) for weight in weights]
@@ -94,12 +94,12 @@ def assert_close(
 def check(
     make: Callable[[nn.Module], Optimizer], *, tolerance: float = TOLERANCE, **options: Any
 ) -> tuple[nn.Module, Recorder]:
-    """Two windows by one optimizer: the second is measured by the moments of the first."""
+    """Train two windows; the second is measured with the moments of the first."""
     model = mlp()
     optimizer, meter = make(model), Recorder()
     accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), observers=[meter], **options)
     assert accumulate(Window(PARTS)).made
-    assert meter.beside == [{}, {}], "there are no second moments yet"
+    assert meter.extra == [{}, {}], "there are no second moments yet"
     amsgrad = bool(optimizer.param_groups[0].get("amsgrad"))
     d = denominators(model, optimizer, amsgrad=amsgrad)
     expected = by_hand(model, [lambda p=p: mse(model, p) for p in PARTS], SIZES, d)
@@ -108,8 +108,8 @@ def check(
         not torch.allclose(x, y)
         for x, y in zip(d, denominators(model, optimizer, amsgrad=amsgrad), strict=True)
     ), "premise: the update changes the moments"
-    # What a window says beside is added behind its plain noise.
-    assert_close(meter.beside[-1], expected, tolerance)
+    # A window adds these estimates after its plain noise.
+    assert_close(meter.extra[-1], expected, tolerance)
     assert_nothing_left(model)
     return model, meter
 
@@ -133,19 +133,21 @@ def two_groups(model: nn.Module) -> Optimizer:
         two_groups,
     ],
 )
-def test_the_metric_is_that_of_the_moments_before_the_window(make: Callable[[nn.Module], Optimizer]) -> None:
+def test_the_metric_uses_the_moments_before_the_window(make: Callable[[nn.Module], Optimizer]) -> None:
     check(make)
 
 
-def test_it_is_measured_before_clipping_and_in_units_without_a_scaler() -> None:
+def test_noise_is_measured_before_clipping_and_unscaled() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # type: ignore[attr-defined]
     adam_of: Callable[[nn.Module], Optimizer] = lambda model: Adam(model.parameters(), lr=0.01)  # noqa: E731
     check(adam_of, max_grad_norm=1e-2)
     check(adam_of, scaler=scaler, check=False)
 
 
-def test_moments_that_hold_the_windows_own_gradient_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant: the metric of the batch is that after its update, and biased by it."""
+def test_a_mutant_with_moments_of_the_windows_own_gradient_is_detected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mutant's metric is that after the update, which the window's own gradient biases."""
     right = adam._inverse_of
 
     def updated(entry: Any) -> Any:
@@ -159,8 +161,8 @@ def test_moments_that_hold_the_windows_own_gradient_are_found(monkeypatch: pytes
     check(lambda model: Adam(model.parameters(), lr=0.01))
 
 
-def test_coordinates_without_a_moment_have_no_part() -> None:
-    """A row of an embedding that is seen for the first time: 1 / eps^2 would be all that counts."""
+def test_coordinates_without_a_moment_are_ignored() -> None:
+    """An embedding row that is used for the first time would dominate with 1 / eps^2."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 1)).double()
     optimizer, meter = Adam(model.parameters(), lr=0.01), Recorder()
@@ -172,14 +174,14 @@ def test_coordinates_without_a_moment_have_no_part() -> None:
     accumulate(Window([torch.tensor([[0, 1]]), torch.tensor([[1, 2]])]))
     d = denominators(model, optimizer)
     assert bool((d[0][3:] == 1e-8).all()), "premise: three rows have no moment"
-    parts = [torch.tensor([[0, 4]]), torch.tensor([[5, 2], [1, 1]])]
-    expected = by_hand(model, [lambda p=p: loss(p) for p in parts], (1, 2), d)
-    accumulate(Window(parts))
-    assert_close(meter.beside[-1], expected)
+    microbatches = [torch.tensor([[0, 4]]), torch.tensor([[5, 2], [1, 1]])]
+    expected = by_hand(model, [lambda p=p: loss(p) for p in microbatches], (1, 2), d)
+    accumulate(Window(microbatches))
+    assert_close(meter.extra[-1], expected)
 
 
-def test_tied_weights_and_gradients_that_come_in_parts() -> None:
-    model, parts = Tied("reentrant"), [torch.arange(i, i + 6).view(2, 3) % 7 for i in range(3)]
+def test_tied_weights_and_partial_gradients() -> None:
+    model, microbatches = Tied("reentrant"), [torch.arange(i, i + 6).view(2, 3) % 7 for i in range(3)]
     twin = Tied("not reentrant")
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -187,19 +189,19 @@ def test_tied_weights_and_gradients_that_come_in_parts() -> None:
 
     optimizer, meter = Adam(model.parameters(), lr=0.01), Recorder()
     accumulate = Accumulator(model, optimizer, lambda ids: loss(model, ids), observers=[meter])
-    accumulate(Window(parts))
-    assert meter.windows == 0, "premise: the first window only finds out that they come in parts"
+    accumulate(Window(microbatches))
+    assert meter.windows == 0, "premise: the first window only detects partial gradients"
     twin.load_state_dict(model.state_dict())
     expected = by_hand(
-        twin, [lambda p=p: loss(twin, p) for p in parts], (2, 2, 2), denominators(model, optimizer)
+        twin, [lambda p=p: loss(twin, p) for p in microbatches], (2, 2, 2), denominators(model, optimizer)
     )
-    accumulate(Window(parts))
-    assert_close(meter.beside[-1], expected)
+    accumulate(Window(microbatches))
+    assert_close(meter.extra[-1], expected)
 
 
 def test_masters_and_low_precision() -> None:
     model = mlp(torch.bfloat16)
-    parts = [tuple(leaf.bfloat16() for leaf in part) for part in PARTS]
+    microbatches = [tuple(leaf.bfloat16() for leaf in microbatch) for microbatch in PARTS]
     copies = fp32_masters(model)
     optimizer, meter = Adam(copies.values(), lr=0.01), Recorder()
     accumulate = Accumulator(
@@ -210,11 +212,11 @@ def test_masters_and_low_precision() -> None:
         gradient_sum=torch.float32,
         check=False,
     )
-    accumulate(Window(parts))
+    accumulate(Window(microbatches))
     d = denominators(model, optimizer)
-    expected = by_hand(model, [lambda p=p: mse(model, p) for p in parts], SIZES, d)
-    accumulate(Window(parts))
-    assert_close(meter.beside[-1], expected, 1e-2)  # gradients by hand are summed in bfloat16
+    expected = by_hand(model, [lambda p=p: mse(model, p) for p in microbatches], SIZES, d)
+    accumulate(Window(microbatches))
+    assert_close(meter.extra[-1], expected, 1e-2)  # the gradients computed by hand are summed in bfloat16
 
 
 def test_an_optimizer_without_second_moments_has_no_models() -> None:
@@ -242,7 +244,7 @@ def trained(updates: int, *, preconditioned: bool, state: Any = None) -> tuple[A
     return accumulate.noise, [p.detach().clone() for p in model.parameters()], states
 
 
-def test_the_report_the_band_and_the_saved_state() -> None:
+def test_the_report_the_intervals_and_the_saved_state() -> None:
     noise, parameters, _ = trained(20, preconditioned=True)
     assert [each.power for each in noise.models] == [0, 1, 2]
     assert [each.windows for each in noise.models] == [20, 19, 19]
@@ -260,7 +262,7 @@ def test_the_report_the_band_and_the_saved_state() -> None:
 
 
 def test_each_power_is_right_for_its_curvature() -> None:
-    """tr(H P S P) / (G' P H P G): PHP = 1 gives the plain noise, H = 1/P the power 1, H = 1 the power 2."""
+    """tr(H P S P) / (G' P H P G) has power 0 (the plain noise) if PHP = 1, 1 if H = 1/P, 2 if H = 1."""
     generator = torch.Generator().manual_seed(0)
     s, g2, d = (torch.rand(50, generator=generator, dtype=torch.float64) + 0.1 for _ in range(3))
     p = 1 / d
@@ -273,21 +275,21 @@ def test_each_power_is_right_for_its_curvature() -> None:
 
     for q, h in ((0, d * d), (1, d), (2, torch.ones_like(d))):
         assert of_power(q) == pytest.approx(true(h), rel=1e-12)
-    # Noise-dominated Adam on a noisy quadratic with S = H: v goes with S, so that P = S^-1/2 and PHP = 1.
+    # Noise-dominated Adam on a noisy quadratic with S = H: v follows S, so that P = S^-1/2 and PHP = 1.
     d = s.sqrt()
     p = 1 / d
     assert of_power(0) == pytest.approx(true(s), rel=1e-12)
     steep = torch.logspace(-3, 0, 50, dtype=torch.float64)
     s, g2, p = steep, steep, steep.rsqrt()
     assert of_power(0) < of_power(1) < of_power(2) or of_power(0) == pytest.approx(1.0)
-    g2 = steep**2  # a gradient that lies in the steep directions
+    g2 = steep**2  # a gradient in the steep directions
     values = [of_power(q) for q in (0, 1, 2)]
     assert values[0] == pytest.approx(true(s), rel=1e-12)
-    assert values[0] < values[1] < values[2], "the others overestimate there"
+    assert values[0] < values[1] < values[2], "powers 1 and 2 overestimate"
 
 
-def test_a_metric_that_is_kept_is_unbiased_and_one_with_the_windows_own_gradient_is_not() -> None:
-    """4000 windows of four draws each at q = 2; where there is no signal, it is none by any metric."""
+def test_only_a_metric_without_the_windows_own_gradient_is_unbiased() -> None:
+    """4000 windows of four draws each at q = 2. A signal of zero is zero under any metric."""
     generator = torch.Generator().manual_seed(1)
     s, kept = torch.tensor([2.0, 0.5, 4.0]), torch.tensor([1.0, 0.4, 2.0])
 
@@ -299,17 +301,17 @@ def test_a_metric_that_is_kept_is_unbiased_and_one_with_the_windows_own_gradient
         found = [estimate(float(a), float(b), 0.25) for a, b in zip(a2, b2, strict=True)]
         right = (float((g / kept).square().sum()), float((s / 4 / kept.square()).sum()))
         scores = []
-        for part, true in zip(zip(*found, strict=True), right, strict=True):
-            values = torch.tensor(part)
+        for column, true in zip(zip(*found, strict=True), right, strict=True):
+            values = torch.tensor(column)
             scores.append((float(values.mean()) - true) / (float(values.std()) / math.sqrt(len(values))))
         return scores[0], scores[1]
 
     assert max(map(abs, z(torch.tensor([1.0, 0.2, -0.5]), own=False))) < 4
     assert max(map(abs, z(torch.zeros(3), own=False))) < 4
-    assert z(torch.zeros(3), own=True)[0] < -8, "a signal below none: the metric is large where the batch is"
+    assert z(torch.zeros(3), own=True)[0] < -8, "a negative signal: the metric is large where the gradient is"
 
 
-def test_other_backends_refuse() -> None:
+def test_other_backends_refuse_these_options() -> None:
     for option in ({"preconditioned": True}, {"proxy": True}):
         with pytest.raises(InputError, match=r"works only with superbatch\.torch\. Leave these options out"):
             add_sums(NoiseMeter(**option), 2.5, 4.0, 0.5, samples=20.0)

@@ -1,4 +1,4 @@
-"""Gradients whose squares no float holds: windows that the meter leaves out, in updates that are made."""
+"""Gradients whose squares overflow: the meter leaves the window out, and the update is made."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from superbatch.torch import Accumulator
 def test_gradients_too_large_to_square_are_left_out_and_the_update_is_made(
     size: float, options: dict[str, bool]
 ) -> None:
-    """It raised OverflowError, or left NaN in the state; the update is that of the real large batch."""
+    """The update is that of the large batch, without an OverflowError or NaN in the meter's state."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1)).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     sgds = [torch.optim.SGD(model.parameters(), 0.01 / size) for model in models]
     meter = NoiseMeter(every=1, **options)
 
-    def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return nn.functional.mse_loss(model(part[0]), part[1]) * size
+    def loss(model: nn.Module, mb: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.mse_loss(model(mb[0]), mb[1]) * size
 
     accumulate = Accumulator(
-        models[0], sgds[0], lambda part: loss(models[0], part), microbatch_size=4, observers=[meter]
+        models[0], sgds[0], lambda mb: loss(models[0], mb), microbatch_size=4, observers=[meter]
     )
     for _ in range(12):
         batch = torch.randn(32, 4, dtype=torch.float64), torch.randn(32, 1, dtype=torch.float64)

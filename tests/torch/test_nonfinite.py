@@ -1,6 +1,6 @@
-"""NaN and infinity in a window: what is said, what is left out, and that nothing else has changed."""
+"""NaN and infinity in a window: messages, skipped micro-batches and updates, and restored state."""
 
-# ruff: noqa: PT012  (what raises is the block of a window: the loop in it is the subject)
+# ruff: noqa: PT012  (the block of a window raises, with a loop in it)
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_thread():
 
 
 class SpoilGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a number: finite losses with gradients that are not."""
+    """Identity that multiplies its gradient by a number: finite losses with non-finite gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:  # type: ignore[override]
@@ -54,9 +54,9 @@ def spoil_input(batch: Any, row: int, value: float = NAN) -> Any:
 
 
 class Task:
-    """A model with dropout and a buffer that moves, trained with everything that has a state.
+    """Model with dropout and an updated buffer, trained with AdamW and a scheduler.
 
-    `marked` rows make a finite loss with an infinite gradient of the second layer only.
+    An input above 1e6 gives a finite loss with an infinite gradient, of the second layer only.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -82,7 +82,7 @@ class Task:
         self.model.seen += len(x)  # type: ignore[operator]
         hidden = self.model[1](self.model[0](x))
         weight, bias = self.model.get_parameter("3.weight"), self.model.get_parameter("3.bias")
-        if x.abs().max() > 1e6:  # the mark
+        if x.abs().max() > 1e6:
             weight = SpoilGradient.apply(weight, INF)
         return nn.functional.mse_loss(nn.functional.linear(self.model[2](hidden), weight, bias), y)
 
@@ -107,7 +107,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 
 @pytest.mark.parametrize("draws", [False, True], ids=["", "draws"])
 @pytest.mark.parametrize("name", list(BAD))
-def test_raise_names_the_culprit_and_puts_everything_back(name: str, draws: bool):
+def test_raise_names_the_bad_micro_batch_and_restores_all_state(name: str, draws: bool):
     spoil, microbatch, where = BAD[name]
     task = Task(check=False)
     task.draws = draws
@@ -121,18 +121,18 @@ def test_raise_names_the_culprit_and_puts_everything_back(name: str, draws: bool
     assert_unchanged(before, task.fingerprint())
 
 
-def test_generators_that_the_first_window_left_alone_are_put_back_too():
+def test_generators_unused_in_the_first_window_are_restored_too():
     task = Task(check=False)
     task.accumulate(BATCHES[0])
     task.accumulate(BATCHES[1])
-    task.draws = True  # from now on Python's and NumPy's generators move
+    task.draws = True  # from now on Python's and NumPy's generators are used
     before = task.fingerprint()
     with pytest.raises(NonFiniteError):
         task.accumulate(spoil_input(BATCHES[2], 4))
     assert_unchanged(before, task.fingerprint())
 
 
-def test_the_next_window_is_that_of_a_run_without_the_bad_one():
+def test_the_next_window_is_that_of_a_run_without_the_bad_window():
     one, other = Task(check=False), Task(check=False)
     for batch in BATCHES[:2]:
         torch.manual_seed(1)
@@ -153,7 +153,7 @@ def test_the_next_window_is_that_of_a_run_without_the_bad_one():
     )
 
 
-def test_skip_update_goes_on_exactly():
+def test_skip_update_continues_exactly():
     model = mlp()
     reference, start = copy.deepcopy(model), start_of(model)
     optimizer = sgd(model.parameters())
@@ -199,21 +199,21 @@ def test_skip_microbatch_is_the_large_batch_without_it(value: float):
         [batches[0], left, batches[2]],
         max_grad_norm=0.1,
     )
-    assert all(norm > 0.2 for norm in seen.norms), "premise: clipping bites"
+    assert all(norm > 0.2 for norm in seen.norms), "premise: the norms are clipped"
     assert_same_parameters(reference, model, 1e-12, start=start)
     assert updates[1].loss == pytest.approx(seen.losses[1], rel=1e-12)
     assert updates[1].grad_norm == pytest.approx(seen.norms[1], rel=1e-12)
 
 
-def test_skip_microbatch_sees_a_finite_loss_with_an_infinite_gradient():
+def test_skip_microbatch_detects_a_finite_loss_with_an_infinite_gradient():
     task = Task(nonfinite="skip_microbatch", check=False)
     update = task.accumulate(spoil_input(BATCHES[1], 0, 1e7))
     assert update.made and update.dropped == (0,) and update.weight == 6
     assert all(torch.isfinite(parameter).all() for parameter in task.model.parameters())
-    assert float(task.model.seen) == 6, "a buffer that the micro-batch moved is put back"  # type: ignore[arg-type]
+    assert float(task.model.seen) == 6, "a buffer that the micro-batch updated is restored"  # type: ignore[arg-type]
 
 
-def test_all_microbatches_bad():
+def test_a_window_of_bad_micro_batches_only():
     task = Task(nonfinite="skip_microbatch", check=False)
     task.accumulate(BATCHES[0])
     before = task.fingerprint()
@@ -225,7 +225,7 @@ def test_all_microbatches_bad():
     assert task.accumulate(BATCHES[2]).made
 
 
-def test_skip_microbatch_leaves_its_running_statistics_out():
+def test_skip_microbatch_excludes_its_running_statistics():
     torch.manual_seed(8)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     reference = copy.deepcopy(model)
@@ -252,7 +252,7 @@ def test_skip_microbatch_leaves_its_running_statistics_out():
 
 
 def weighted(model: nn.Module, batch: Any) -> Tensor:
-    """By hand: NaN, gradient included, where no sample has weight."""
+    """Weighted mean. Its value and gradient are NaN if no sample has weight."""
     x, y, w = batch
     return ((model(x) - y).square().mean(1) * w).sum() / w.sum()
 
@@ -288,8 +288,8 @@ def test_a_microbatch_without_weight_contributes_nothing(returned: bool, nonfini
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_the_culprit_is_a_microbatch_that_took_part():
-    """Micro-batch 0 has no weight and would have a NaN gradient; micro-batch 2 is to blame."""
+def test_the_error_names_a_micro_batch_with_weight():
+    """Micro-batch 0 has no weight and a NaN gradient; micro-batch 2 has an infinite gradient."""
     model = mlp()
 
     def loss_fn(microbatch: Any) -> Tensor:
@@ -322,8 +322,8 @@ def test_a_window_without_any_weight():
 # -- the scaler --------------------------------------------------------------------------------------------
 
 
-def test_an_overflow_skips_the_update_and_the_scheduler_and_goes_on_exactly():
-    """A scale so large that scaled gradients overflow float16, as at the start of fp16 training."""
+def test_an_overflow_skips_update_and_scheduler_and_training_continues_exactly():
+    """A simulated overflow, as at the start of fp16 training."""
     torch.manual_seed(9)
     model = mlp()
     reference, start = copy.deepcopy(model), start_of(model)
@@ -366,7 +366,7 @@ def test_an_overflow_skips_the_update_and_the_scheduler_and_goes_on_exactly():
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_a_nan_loss_with_a_scaler_leaves_the_scaler_as_it_was():
+def test_a_nan_loss_does_not_change_the_scaler():
     model = mlp()
     optimizer = sgd(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -385,7 +385,7 @@ def test_a_nan_loss_with_a_scaler_leaves_the_scaler_as_it_was():
     assert accumulate(BATCHES[2]).made
 
 
-def test_a_window_without_gradient_does_not_spoil_the_scaler():
+def test_a_window_without_gradient_does_not_change_the_scaler():
     model, other = mlp(), mlp()
     optimizer = sgd(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -401,7 +401,7 @@ def test_a_window_without_gradient_does_not_spoil_the_scaler():
     assert accumulate(BATCHES[0]).made
 
 
-def test_two_optimizers_of_which_one_has_no_gradient_in_a_window_with_a_scaler():
+def test_a_scaler_with_two_optimizers_one_without_a_gradient():
     first, second = mlp(), mlp()
     optimizers = [sgd(first.parameters()), sgd(second.parameters())]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -421,7 +421,7 @@ def test_two_optimizers_of_which_one_has_no_gradient_in_a_window_with_a_scaler()
     assert_same_parameters(reference, second, 1e-12, start=start)
 
 
-def test_owned_loop_names_the_parameter():
+def test_the_users_loop_names_the_parameter():
     task = Task(check=False)
     accumulate = Accumulator(task.model, task.optimizer, microbatch_size=SPLIT)
     before = fingerprint(task.model, task.optimizer)
@@ -434,7 +434,7 @@ def test_owned_loop_names_the_parameter():
     assert_unchanged(before, fingerprint(task.model, task.optimizer))
 
 
-def test_momentum_accumulation_puts_the_buffers_back():
+def test_momentum_accumulation_restores_the_buffers():
     model = mlp()
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(
@@ -451,10 +451,10 @@ def test_momentum_accumulation_puts_the_buffers_back():
 def test_a_window_of_given_microbatches():
     model = mlp()
     accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb))
-    parts = [tuple(t[i : i + 3] for t in BATCHES[0]) for i in (0, 3, 6)]
-    parts[2] = spoil_input(parts[2], 1)
+    microbatches = [tuple(t[i : i + 3] for t in BATCHES[0]) for i in (0, 3, 6)]
+    microbatches[2] = spoil_input(microbatches[2], 1)
     with pytest.raises(NonFiniteError, match=r"micro-batch 2 of 0\.\.2 with loss nan"):
-        accumulate(Window(parts))
+        accumulate(Window(microbatches))
 
 
 ADVISED: dict[str, dict[str, Any]] = {
@@ -468,7 +468,7 @@ ADVISED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip_update"])
 @pytest.mark.parametrize("case", ADVISED)
-def test_what_is_advised_works_with_the_other_options(case: str, nonfinite: str) -> None:
+def test_the_advised_policies_work_with_the_other_options(case: str, nonfinite: str) -> None:
     model, options = mlp(), ADVISED[case]
     several = isinstance(options.get("weight"), dict)
 

@@ -1,6 +1,6 @@
-"""After a window - made, given up, failed - nothing of it is left: no hook, mode, reference or attribute."""
+"""A window - made, skipped or failed - leaves no hook, mode, reference or attribute behind."""
 
-# ruff: noqa: PT012  (what raises is the block of a window: the loop in it is the subject)
+# ruff: noqa: PT012  (the block of a window raises, with a loop in it)
 from __future__ import annotations
 
 import contextlib
@@ -33,8 +33,8 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-class Noisy(nn.Module):
-    """Draws from every generator, moves a buffer, normalises: all that a window must look after."""
+class StatefulModel(nn.Module):
+    """Model with state that a window must restore: every generator, buffers and BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,11 +73,11 @@ MODES: dict[str, dict[str, Any]] = {
 class Task:
     def __init__(self, mode: str = "plain", **options: Any) -> None:
         self.mode = mode
-        self.model = Noisy()
+        self.model = StatefulModel()
         self.optimizer = sgd(self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         if mode == "sample_rng":
-            self.model.draws = False  # a draw for the whole micro-batch is refused there
+            self.model.draws = False  # PerSampleRandom refuses a draw for a micro-batch
         self.options = {
             "microbatch_size": 3,
             "participants": [GhostBatchNorm()],
@@ -158,7 +158,7 @@ def does_nothing(task: Task, window: OpenWindow) -> None:
     pass
 
 
-def looks_at_the_first(task: Task, window: OpenWindow) -> None:
+def runs_a_forward_only(task: Task, window: OpenWindow) -> None:
     task.model(next(iter(window))[0])
 
 
@@ -187,7 +187,7 @@ LEAVE: dict[str, tuple[Callable[[Task, OpenWindow], None], type[BaseException] |
     "breaks": (breaks, None),
     "breaks at once": (breaks_at_once, None),
     "does nothing": (does_nothing, None),
-    "looks at the first": (looks_at_the_first, None),
+    "runs a forward only": (runs_a_forward_only, None),
     "returns": (returns, None),
     "generator is closed": (generator_is_closed, None),
 }
@@ -195,7 +195,7 @@ LEAVE: dict[str, tuple[Callable[[Task, OpenWindow], None], type[BaseException] |
 
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("how", list(LEAVE))
-def test_a_window_that_is_left_early_leaves_everything_as_before(how: str, mode: str):
+def test_leaving_a_window_early_restores_all_state(how: str, mode: str):
     leave, error = LEAVE[how]
     task = Task(mode)
     for warm in range(2):  # also as the very first window, when optimizer and buffers have no state yet
@@ -214,8 +214,8 @@ def test_a_window_that_is_left_early_leaves_everything_as_before(how: str, mode:
 
 
 @pytest.mark.parametrize("place", ["loss_fn", "weight", "optimizer", "scheduler hook before"])
-def test_user_code_that_raises_in_a_call(place: str):
-    """Wherever it raises before the optimizer has changed anything, all is as before."""
+def test_user_code_that_raises_changes_no_state(place: str):
+    """All state is restored if user code raises before the optimizer has stepped."""
     task = Task()
     broken = [False]
 
@@ -261,8 +261,8 @@ class RaisingScheduler:
         raise ZeroDivisionError
 
 
-def test_a_scheduler_that_raises_leaves_everything_as_after_the_update():
-    """The optimizer has stepped by then; half of a window must not be taken back."""
+def test_a_scheduler_that_raises_leaves_the_state_after_the_update():
+    """The optimizer has stepped by then, so the update is not rolled back."""
     expected, task = Task(), Task()
     torch.manual_seed(4)
     expected.run(BATCHES[0])
@@ -285,7 +285,7 @@ def test_a_scheduler_that_raises_leaves_everything_as_after_the_update():
 
 
 def structure(model: nn.Module) -> list[Any]:
-    """Everything of a model but the numbers: attributes, hooks, modes."""
+    """Attributes, hooks and modes of a model, without its numbers."""
     found: list[Any] = []
     for name, module in model.named_modules():
         hooks = [len(value) for key, value in vars(module).items() if key.endswith("_hooks")]
@@ -335,12 +335,12 @@ def test_pickles_and_copies(mode: str):
     model, fresh = pickle.dumps(task.model), Task(mode)
     fresh.model.cache = torch.zeros(4, dtype=torch.float64)
     fresh.model.load_state_dict(task.model.state_dict())
-    # Empty dictionaries of hooks that the buffers' mode once put on parameters are no part of a pickle.
+    # Windows leave no empty dictionaries of hooks on parameters, which would be pickled.
     assert len(pickle.dumps(fresh.model)) == len(model)
 
 
-class Watched(torch.autograd.Function):
-    """The identity, whose node in the graph can be referred to weakly, unlike torch's own functions."""
+class TrackedIdentity(torch.autograd.Function):
+    """Identity whose graph node supports weak references, unlike those of torch's own functions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, nodes: list[weakref.ref[Any]]) -> Tensor:  # type: ignore[override]
@@ -355,7 +355,7 @@ class Watched(torch.autograd.Function):
 @pytest.mark.parametrize("end", ["made", "break", "raise"])
 @pytest.mark.parametrize("mode", list(MODES))
 def test_no_reference_to_a_microbatch_or_loss_is_kept(mode: str, end: str):
-    """Without the garbage collector: reference counts alone must free what a window used."""
+    """Reference counts alone free the objects of a window: the garbage collector is off."""
     task = Task(mode)
     task.run(BATCHES[0])
     alive: list[weakref.ref[Any]] = []
@@ -365,7 +365,7 @@ def test_no_reference_to_a_microbatch_or_loss_is_kept(mode: str, end: str):
         alive.extend(weakref.ref(t) for t in batch)
         with task.accumulate.window(batch) as window:
             for number, microbatch in enumerate(window):
-                loss = Watched.apply(mse(task.model, microbatch), alive)
+                loss = TrackedIdentity.apply(mse(task.model, microbatch), alive)
                 alive.extend([weakref.ref(microbatch[0]), weakref.ref(loss)])
                 window.backward(loss, *([3] if mode == "returned" else []))
                 if number == 1 and end == "break":
@@ -388,15 +388,15 @@ def test_no_reference_to_a_microbatch_or_loss_is_kept(mode: str, end: str):
         assert window.update is not None
 
 
-def test_a_loss_dies_before_the_next_forward():
+def test_a_loss_is_freed_before_the_next_forward():
     task = Task()
     losses: list[weakref.ref[Any]] = []
 
     def loss_fn(microbatch: Any) -> Tensor:
         assert [ref() for ref in losses if ref() is not None] == [], (
-            "the graph of the micro-batch before is alive"
+            "the graph of the previous micro-batch is alive"
         )
-        return Watched.apply(mse(task.model, microbatch), losses)
+        return TrackedIdentity.apply(mse(task.model, microbatch), losses)
 
     Accumulator(
         task.model, task.optimizer, loss_fn, microbatch_size=3, participants=[GhostBatchNorm()], check=False
@@ -404,7 +404,7 @@ def test_a_loss_dies_before_the_next_forward():
     assert len(losses) == 3
 
 
-def test_a_window_that_is_over_waits_for_no_garbage_collector():
+def test_a_finished_window_leaves_no_reference_cycle():
     model = mlp()
     optimizer = sgd(model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -422,7 +422,7 @@ def test_a_window_that_is_over_waits_for_no_garbage_collector():
         gc.enable()
 
 
-def test_a_consumed_accumulator_dies():
+def test_a_deleted_accumulator_is_freed():
     task = Task()
     task.run(BATCHES[0])
     refs = [weakref.ref(thing) for thing in (task.accumulate, task.model, task.optimizer)]
@@ -434,7 +434,7 @@ def test_a_consumed_accumulator_dies():
 # -- iterating in other ways -------------------------------------------------------------------------------
 
 
-def exact_after(run: Callable[[Accumulator, nn.Module], None], batches: list[Any]) -> None:
+def assert_exact_after(run: Callable[[Accumulator, nn.Module], None], batches: list[Any]) -> None:
     model = mlp()
     reference, start = copy.deepcopy(model), start_of(model)
     run(Accumulator(model, sgd(model.parameters()), microbatch_size=3), model)
@@ -443,7 +443,7 @@ def exact_after(run: Callable[[Accumulator, nn.Module], None], batches: list[Any
 
 
 @pytest.mark.parametrize("participants", [[], [PerSampleRandom()]], ids=str)
-def test_a_second_loop_goes_on_where_the_first_stopped(participants: list[Any]):
+def test_a_second_loop_resumes_where_the_first_stopped(participants: list[Any]):
     model = mlp()
     reference, start = copy.deepcopy(model), start_of(model)
     accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=3, participants=participants)
@@ -462,27 +462,27 @@ def test_a_second_loop_goes_on_where_the_first_stopped(participants: list[Any]):
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_two_backwards_of_one_microbatch_add_up():
+def test_two_backwards_of_one_microbatch_are_added():
     def run(accumulate: Accumulator, model: nn.Module) -> None:
         with accumulate.window(BATCHES[0]) as window:
             for microbatch in window:
                 window.backward(0.25 * mse(model, microbatch))
                 window.backward(0.75 * mse(model, microbatch))
 
-    exact_after(run, BATCHES[:1])
+    assert_exact_after(run, BATCHES[:1])
 
 
-def test_an_iterator_beside_it():
+def test_a_window_zipped_with_a_longer_iterator():
     def run(accumulate: Accumulator, model: nn.Module) -> None:
         with accumulate.window(BATCHES[0]) as window:
             for microbatch, _ in zip(window, range(100)):  # noqa: B905  (the second is longer on purpose)
                 window.backward(mse(model, microbatch))
 
-    exact_after(run, BATCHES[:1])
+    assert_exact_after(run, BATCHES[:1])
 
 
-def test_two_windows_side_by_side():
-    """`zip` stops at the end of the first: the second has had every backward too, and must be updated."""
+def test_two_windows_zipped_together():
+    """`zip` stops at the end of the first window; the second is complete too, and must be updated."""
     first, second = mlp(), nn.Sequential(nn.Linear(4, 3)).double()
     references, starts = copy.deepcopy((first, second)), (start_of(first), start_of(second))
     one = Accumulator(first, sgd(first.parameters()), microbatch_size=3)
@@ -514,8 +514,8 @@ def test_a_generator_as_loader():
 # -- side by side ------------------------------------------------------------------------------------------
 
 
-def test_other_optimizers_gradients_are_left_alone():
-    """Two accumulators over one model, as for a GAN: neither touches what the other has summed."""
+def test_gradients_of_other_optimizers_do_not_change():
+    """Two accumulators over one model, as for a GAN, do not touch each other's gradients."""
     for into in ("grad", "momentum"):
         model = mlp()
 
@@ -542,7 +542,7 @@ def test_other_optimizers_gradients_are_left_alone():
 
 
 def test_two_accumulators_in_two_threads():
-    """Each in its own thread, many windows, some left early: each is exact as if it were alone."""
+    """Many windows in two threads, some left early: each accumulator is as exact as alone."""
     barrier = threading.Barrier(2)
     problems: list[BaseException] = []
     batches = rows(9, updates=10)
@@ -595,14 +595,14 @@ def test_importing_and_making_an_accumulator_changes_nothing():
     assert_unchanged(before, fingerprint(model, optimizer))
 
 
-# -- parameters that come and go ---------------------------------------------------------------------------
+# -- parameters that are frozen, unfrozen or added ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "mode", [{}, {"nonfinite": "skip_microbatch"}, {"gradient_sum": "momentum"}], ids=str
 )
 def test_parameters_unfrozen_and_frozen_during_training(mode: dict[str, Any]):
-    """Gradual unfreezing: what the optimizer steps must be what the window sums and clears."""
+    """The window sums and clears the parameters that the optimizer steps."""
     model = mlp()
     model[0].requires_grad_(requires_grad=False)  # type: ignore[index]
     reference, start = copy.deepcopy(model), start_of(model)
@@ -646,7 +646,7 @@ def test_gradients_from_before_a_window_do_not_enter_it():
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_momentum_accumulation_refuses_a_group_that_it_cannot_be_exact_for():
+def test_momentum_accumulation_refuses_an_added_group_with_nesterov():
     model = mlp()
     optimizer = sgd(model[2].parameters())  # type: ignore[index]
     accumulate = Accumulator(
@@ -661,8 +661,8 @@ def test_momentum_accumulation_refuses_a_group_that_it_cannot_be_exact_for():
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_after_a_second_optimizer_that_raises_a_state_must_be_loaded(scaled: bool):
-    """What the first has done stands, which is half of an update; the scaler is ready for the next window."""
+def test_after_an_error_of_the_second_optimizer_a_state_must_be_loaded(scaled: bool):
+    """The first optimizer has stepped, so the update is torn; the scaler is ready for the next window."""
     model = mlp()
     optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters())]  # type: ignore[index]
 
@@ -684,8 +684,8 @@ def test_after_a_second_optimizer_that_raises_a_state_must_be_loaded(scaled: boo
     assert accumulate(BATCHES[1]).made
 
 
-def test_momentum_accumulation_follows_the_learning_rate_after_a_restart():
-    """`load_state_dict` gives the optimizer new dictionaries of its groups."""
+def test_momentum_accumulation_follows_the_learning_rate_after_load_state_dict():
+    """`load_state_dict` replaces the dictionaries of the optimizer's groups."""
     model = mlp()
     reference, start = copy.deepcopy(model), start_of(model)
     ours, theirs = sgd(model.parameters()), sgd(reference.parameters())

@@ -85,14 +85,14 @@ def test_muon_beside_adamw() -> None:
     accumulate = Accumulator(model, optimizers(model), lambda mb: mse(model, mb), microbatch_size=3)
     for batch in batches:
         accumulate(batch)
-    # Muon orthogonalises in bfloat16 and jumps by one of its roundings where float64's last bit differs.
+    # Muon orthogonalises in bfloat16: a difference in float64's last bit may change a rounding there.
     assert_same_parameters(reference, model, 1e-2, start=start)
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 3])
 @pytest.mark.parametrize("clip", [{}, {"max_grad_norm": 0.05}, {"clip": ClipValue(0.003)}])
 def test_sparse_embedding_gradients(microbatch_size: int, clip: dict[str, Any]) -> None:
-    """SparseAdam for the embedding and SGD for the rest; clipped with the norm of the summed values."""
+    """SparseAdam for the embedding and SGD for the rest, clipped by the norm of the summed values."""
 
     def make(sparse: bool) -> TinyLM:
         torch.manual_seed(3)
@@ -108,7 +108,7 @@ def test_sparse_embedding_gradients(microbatch_size: int, clip: dict[str, Any]) 
     theirs = optimizers(reference)
     norms = []
     for batch in batches:
-        # torch cannot clip sparse gradients, so a dense twin says what they must be clipped to.
+        # torch cannot clip sparse gradients, so a dense copy of the model gives the clipped values.
         dense.load_state_dict(reference.state_dict())
         dense.zero_grad()
         token_mean(dense, batch).backward()
@@ -142,7 +142,7 @@ def test_lbfgs_is_refused() -> None:
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_lbfgs_is_refused_behind_a_scheduler_too(scheduled: bool) -> None:
+def test_lbfgs_is_refused_with_and_without_a_scheduler(scheduled: bool) -> None:
     model = mlp()
     optimizer = optim.LBFGS(model.parameters())
     if scheduled:
@@ -155,7 +155,7 @@ def test_lbfgs_is_refused_behind_a_scheduler_too(scheduled: bool) -> None:
 
 
 def step_in_backward(model: nn.Module) -> torch.optim.Optimizer:
-    """As PyTorch's own tutorial does: an optimizer per parameter, stepped as soon as it has a gradient."""
+    """Make one optimizer per parameter that steps inside the backward, as in PyTorch's tutorial."""
     optimizers = {parameter: optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
 
     def hook(parameter: Any) -> None:
@@ -191,7 +191,7 @@ def test_apply_optimizer_in_backward_is_refused_before_any_forward() -> None:
         Accumulator(model, optim.SGD(model.parameters(), lr=0.1), lambda mb: mse(model, mb))
 
 
-def test_a_hook_that_only_looks_is_no_reason_to_refuse() -> None:
+def test_a_hook_that_only_reads_gradients_is_accepted() -> None:
     seen = []
     both = train_both(mlp, mse, rows(10, 1), microbatch_size=4)
     model = both.model
@@ -237,7 +237,7 @@ def test_clipping_is_that_of_torch(norm: float | None, value: float | None, dtyp
         max_grad_norm=norm,
         clip=None if value is None else ClipValue(value),
     )
-    assert 0.3 < min(both.seen.norms) < 1e6, "premise: clipped, or for the last case not"
+    assert 0.3 < min(both.seen.norms) < 1e6, "premise: clipped, except in the last case"
     both.check()
 
 
@@ -260,7 +260,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 def scheduler_named(name: str) -> Any:
     old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
-    # It gives its schedulers an argument that they warn of (pytorch/pytorch#149392).
+    # SequentialLR passes its schedulers an argument that they warn about (pytorch/pytorch#149392).
     theirs = "ignore:The epoch parameter in `scheduler.step:UserWarning"
     marks = [pytest.mark.filterwarnings(theirs)] if old and name == "SequentialLR" else []
     return pytest.param(name, marks=marks)
@@ -313,8 +313,8 @@ def test_hooks_of_the_optimizer_run_once_per_update() -> None:
     assert counts == {"before": 3, "after": 3}
 
 
-def test_the_gradient_that_the_optimizer_sees() -> None:
-    """It is that of the large batch, in `.grad`, when the optimizer steps."""
+def test_the_optimizer_gets_the_gradient_of_the_large_batch() -> None:
+    """When the optimizer steps, `.grad` is the gradient of the large batch."""
     model = mlp()
     batch = rows(10, 1)[0]
     expected = torch.autograd.grad(mse(model, batch), list(model.parameters()))
@@ -330,8 +330,8 @@ def test_the_gradient_that_the_optimizer_sees() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-15)
 
 
-def test_a_scheduler_at_its_end_leaves_all_or_nothing() -> None:
-    """OneCycleLR refuses to go on after `total_steps`; the update itself has been made, and counts."""
+def test_a_scheduler_error_leaves_a_complete_update_or_none() -> None:
+    """OneCycleLR raises after `total_steps`; the update is complete and counted, or not made at all."""
     model = nn.Sequential(mlp(), nn.Dropout(0.1))
     optimizer = sgd(model.parameters())
     scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)

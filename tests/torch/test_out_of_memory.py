@@ -1,4 +1,4 @@
-"""Memory that runs out at any operation of a window: the update is that without the failure."""
+"""Out of memory at any operation of a window: the update is that without the failure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MakeAccumulator = Callable[[nn.Module], Accumulator]
 
 
 class FailAt(TorchDispatchMode):
-    """Raises what torch's allocator raises, in the n-th operation from `arm` on."""
+    """Mode that raises the error of torch's allocator in the n-th operation after `arm`."""
 
     def __init__(self, error: Callable[[], Exception] = lambda: RuntimeError(TEXT)) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class FailAt(TorchDispatchMode):
         self.count, self.at = 0, at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.is_view:  # which allocates nothing
+        if func.is_view:  # views allocate nothing
             return func(*args, **(kwargs or {}))
         if self.count == self.at:
             self.at = -1
@@ -75,9 +75,9 @@ class Case:
         self.make, self.accumulator = make, accumulator
 
     def train(self, batches: list[Any], at: int | None) -> tuple[nn.Module, FailAt, list[Any], str | None]:
-        """Return model, failure, updates, and the error if one came: the window is repeated then.
+        """Return model, failure, updates, and the error, if any, after which the window is repeated.
 
-        After half of an update no window is possible before a state is loaded: then the training ends.
+        A torn update ends the training: it allows no window before a state is loaded.
         """
         torch.manual_seed(5)
         random.seed(5)
@@ -104,19 +104,19 @@ class Case:
 
 
 def check_every_operation(case: Case, batches: list[Any], *, stride: int = 1) -> None:
-    """Let memory run out at each operation of the second window in turn."""
+    """Run out of memory at each operation of the second window in turn."""
     start = start_of(case.make())
-    reference, whole, updates, _ = case.train(batches, None)
+    reference, undisturbed, updates, _ = case.train(batches, None)
     assert all(update.made and not update.failures for update in updates), "premise: it trains"
-    recovered = at_the_update = half_made = 0
-    for at in range(0, whole.count, stride):
+    recovered = at_the_update = torn = 0
+    for at in range(0, undisturbed.count, stride):
         model, fail, updates, error = case.train(batches, at)
         assert len(fail.failed) == 1 and all(update.made for update in updates), "premise: it failed once"
         if error is not None and "Load a checkpoint" in error:
-            half_made += 1
+            torn += 1
             continue
         assert_same_parameters(reference, model, 1e-12, start=start)
-        if error is None and not updates[1].failures:  # between the parameters that momentum buffers move
+        if error is None and not updates[1].failures:  # in the update from momentum buffers
             assert fail.failed == ["aten.add_.Tensor"] and updates[1].grad_norm is None
             at_the_update += 1
         elif error is None:
@@ -124,11 +124,11 @@ def check_every_operation(case: Case, batches: list[Any], *, stride: int = 1) ->
             recovered += 1
         elif "There is not enough memory for an update" in error:
             at_the_update += 1
-        else:  # the window had not begun
-            assert at < 12 and TEXT in error, (at, whole.count, fail.failed, error)
+        else:  # before the window began
+            assert at < 12 and TEXT in error, (at, undisturbed.count, fail.failed, error)
     assert recovered > at_the_update > 0, "premise: failures in micro-batches, and some in the update"
-    # Inside the optimizer's own loop over parameters: `Reserve` is what keeps memory from running out there.
-    assert half_made <= whole.count // 4
+    # These fail in the optimizer's loop over parameters, for which `Reserve` keeps memory free in practice.
+    assert torn <= undisturbed.count // 4
 
 
 def plain(**options: Any) -> Case:
@@ -149,8 +149,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"max_grad_norm": 0.5},
     "into momentum": {"gradient_sum": "momentum"},
-    "looked at first": {"nonfinite": "skip_microbatch"},
-    "streams per sample": {"participants": [PerSampleRandom()]},
+    "skip micro-batches": {"nonfinite": "skip_microbatch"},
+    "random numbers per sample": {"participants": [PerSampleRandom()]},
 }
 
 
@@ -185,8 +185,8 @@ def test_weights_by_tokens_and_returned_with_the_loss() -> None:
         check_every_operation(Case(tiny_lm, accumulator), batches, stride=5)
 
 
-class Noisy(nn.Module):
-    """Draws from every generator, counts its calls, and is checkpointed."""
+class DropoutModel(nn.Module):
+    """Checkpointed model with dropout and a buffer that counts samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,15 +212,15 @@ def test_dropout_by_sample_and_buffers() -> None:
         )
 
     batches = [(torch.randn(8, 4, dtype=torch.float64),) for _ in range(3)]
-    check_every_operation(Case(Noisy, accumulator), batches, stride=5)
-    case = Case(Noisy, accumulator)
+    check_every_operation(Case(DropoutModel, accumulator), batches, stride=5)
+    case = Case(DropoutModel, accumulator)
     for at in (3, 40, 80):
         model, fail, *_ = case.train(batches, at)
         assert fail.failed and int(model.get_buffer("seen")) == 24, "each sample counted once"
 
 
-class Counting(nn.Module):
-    """Counts its samples and draws nothing: the buffer alone says that a micro-batch had begun."""
+class CountingModel(nn.Module):
+    """Model without random numbers whose buffer counts samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,23 +244,23 @@ def test_a_buffer_counts_each_sample_once_wherever_memory_runs_out() -> None:
         )
 
     batches = [(torch.randn(8, 4, dtype=torch.float64),) for _ in range(3)]
-    case, recovered = Case(Counting, accumulator), 0
+    case, recovered = Case(CountingModel, accumulator), 0
     for at in range(case.train(batches, None)[1].count):
         model, _, updates, error = case.train(batches, at)
         if error is None:
             recovered += updates[1].failures
             assert int(model.get_buffer("seen")) == 24
-    assert recovered > 10, "premise: failures after the forward had counted"
+    assert recovered > 10, "premise: failures after the count in the forward"
 
 
 @pytest.mark.parametrize("at", range(0, 60, 7))
-def test_the_global_generators_are_as_before_the_micro_batch(at: int) -> None:
-    """Where smaller pieces draw as many numbers, a run goes on as without the failure."""
+def test_the_global_generators_are_restored_to_the_start_of_the_micro_batch(at: int) -> None:
+    """If smaller micro-batches draw as many numbers, the run continues as without the failure."""
     model = mlp()
     drawn: list[float] = []
 
     def loss(mb: Any) -> Tensor:
-        # One number for each sample, so that the number of draws does not depend on the pieces.
+        # One number for each sample, so that the number of draws does not depend on the split.
         noise = torch.stack([torch.rand((), dtype=torch.float64) for _ in range(len(mb[0]))])
         drawn.extend(noise.tolist())
         return (model(mb[0]).square().mean(1) * (0.5 + noise)).mean()
@@ -282,8 +282,8 @@ def test_the_global_generators_are_as_before_the_micro_batch(at: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_half_a_backward_is_not_left_behind() -> None:
-    """The failure comes when the last layer's gradient of the second micro-batch is in the sum already."""
+def test_a_partial_backward_is_removed_from_the_sum() -> None:
+    """The failure comes after the last layer's gradient of the second micro-batch was added."""
     model, reference = mlp(), mlp()
     start = start_of(reference)
     added: list[int] = []
@@ -309,7 +309,7 @@ def test_half_a_backward_is_not_left_behind() -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_a_failure_before_any_gradient_goes_on_from_there() -> None:
+def test_a_window_continues_after_a_failure_in_the_forward() -> None:
     model, seen, armed = mlp(), [], [False, True]
 
     def loss(mb: Any) -> Tensor:
@@ -328,7 +328,7 @@ def test_a_failure_before_any_gradient_goes_on_from_there() -> None:
     assert set(seen) == {2}, "the next window keeps the smaller size"
 
 
-def test_sizes_grow_back_and_wait_longer_each_time() -> None:
+def test_sizes_grow_again_after_a_wait_that_doubles() -> None:
     model, seen, most = mlp(), [], [2]
 
     def loss(mb: Any) -> Tensor:
@@ -341,15 +341,15 @@ def test_sizes_grow_back_and_wait_longer_each_time() -> None:
     batch = rows(4)[0]
     with quiet():
         failures = [number for number in range(160) if accumulate(batch).failures]
-        assert failures == [0, 50, 150], "tried again after 50 and after 100 updates"
+        assert failures == [0, 50, 150], "retried after 50 and after 100 updates"
         most[0] = 4
         seen.clear()
         for _ in range(200):
             accumulate(batch)
-    assert seen[-1] == 4, "what fits again is used again"
+    assert seen[-1] == 4, "the larger size fits again"
 
 
-def test_windows_from_a_loader_are_cut_smaller_too() -> None:
+def test_micro_batches_of_a_loader_are_split_too() -> None:
     model, reference, failed = mlp(), mlp(), []
     start = start_of(reference)
 
@@ -366,11 +366,11 @@ def test_windows_from_a_loader_are_cut_smaller_too() -> None:
     assert [update.failures for update in updates] == [1, 0] and failed == [5]
     large = Accumulator(reference, sgd(reference.parameters()), lambda mb: mse(reference, mb))
     for first in (0, 2):
-        large(tuple(torch.cat(parts) for parts in zip(*loader[first : first + 2], strict=True)))
+        large(tuple(torch.cat(leaves) for leaves in zip(*loader[first : first + 2], strict=True)))
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_a_token_budget_goes_on_smaller() -> None:
+def test_a_token_budget_is_reduced() -> None:
     model, reference = tiny_lm(), tiny_lm()
     start = start_of(reference)
     batch = tokens([7, 1, 1, 2, 4, 3, 6, 3])
@@ -405,7 +405,7 @@ def test_a_token_budget_goes_on_smaller() -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_one_sample_that_does_not_fit_says_so_and_changes_nothing() -> None:
+def test_one_sample_that_does_not_fit_raises_and_changes_nothing() -> None:
     model = mlp()
     before = start_of(model)
 
@@ -422,7 +422,7 @@ def test_one_sample_that_does_not_fit_says_so_and_changes_nothing() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_per_microbatch_statistics_are_not_cut_silently() -> None:
+def test_per_microbatch_statistics_are_not_split_silently() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
 
     def loss(mb: Any) -> Tensor:
@@ -473,7 +473,7 @@ def test_other_errors_are_not_swallowed() -> None:
         (KeyboardInterrupt(), False),
     ],
 )
-def test_recognised_by_type_and_text(error: BaseException, yes: bool) -> None:
+def test_out_of_memory_is_recognised_by_type_and_text(error: BaseException, yes: bool) -> None:
     assert out_of_memory(error) is yes
 
 
@@ -487,22 +487,24 @@ _AMBIGUOUS = (
 
 @pytest.mark.parametrize("text", _AMBIGUOUS)
 @pytest.mark.parametrize(("free", "yes"), [(2**27, True), (2**32, True), (2**35, False)])
-def test_what_may_mean_it_on_a_gpu_does_so_where_memory_is_scarce(
+def test_ambiguous_gpu_errors_count_as_out_of_memory_if_memory_is_scarce(
     text: str, free: int, yes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a made-up device of 80 GiB: a sixteenth of it is scarce; another device is not asked."""
-    _made_up_gpu(monkeypatch, {1: free})
+    """On a fake device of 80 GiB less than a sixteenth is scarce; other devices are not queried."""
+    _fake_gpu(monkeypatch, {1: free})
     assert out_of_memory(RuntimeError(text)) is yes
 
 
 @pytest.mark.parametrize("text", _AMBIGUOUS)
-def test_what_may_mean_it_does_not_where_no_gpu_is_in_use(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ambiguous_gpu_errors_do_not_count_without_a_gpu_in_use(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert not out_of_memory(RuntimeError(text))
 
 
-def _made_up_gpu(monkeypatch: pytest.MonkeyPatch, free: dict[int, int]) -> None:
-    made_up: dict[str, Any] = {
+def _fake_gpu(monkeypatch: pytest.MonkeyPatch, free: dict[int, int]) -> None:
+    fake: dict[str, Any] = {
         "is_initialized": lambda: True,
         "current_device": lambda: 1,
         "device_count": lambda: 3,
@@ -511,11 +513,11 @@ def _made_up_gpu(monkeypatch: pytest.MonkeyPatch, free: dict[int, int]) -> None:
         "mem_get_info": lambda device: (free[getattr(device, "index", device)], 80 << 30),
         "get_per_process_memory_fraction": lambda device: 1.0,
     }
-    for name, value in made_up.items():
+    for name, value in fake.items():
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
 
 
-def test_an_owned_loop_gets_the_error_and_then_smaller_micro_batches() -> None:
+def test_a_users_loop_gets_the_error_and_then_smaller_micro_batches() -> None:
     model = mlp()
     before = start_of(model)
     accumulator = Accumulator(model, sgd(model.parameters()), check=False, microbatch_size=4)
@@ -533,7 +535,7 @@ def test_an_owned_loop_gets_the_error_and_then_smaller_micro_batches() -> None:
     assert sizes == [2, 2, 2, 2]
 
 
-def test_nothing_of_a_failed_micro_batch_is_alive_when_the_next_begins() -> None:
+def test_a_failed_micro_batch_is_freed_before_the_next_begins() -> None:
     import weakref
 
     model, outputs, alive = mlp(), [], []
@@ -555,8 +557,8 @@ def test_nothing_of_a_failed_micro_batch_is_alive_when_the_next_begins() -> None
 # -- the update ------------------------------------------------------------------------------------------
 
 
-class Stingy(torch.optim.AdamW):
-    """Runs out of memory in its second group, as one does that makes its state there."""
+class FailingAdamW(torch.optim.AdamW):
+    """AdamW that runs out of memory after it has made some of its state."""
 
     armed = False
 
@@ -569,10 +571,10 @@ class Stingy(torch.optim.AdamW):
         return super().step(closure)
 
 
-def test_out_of_memory_in_the_optimizer_leaves_all_as_it_was() -> None:
+def test_out_of_memory_in_the_optimizer_restores_all_state() -> None:
     model = mlp()
     before = start_of(model)
-    optimizer = Stingy(model.parameters(), lr=1e-2)
+    optimizer = FailingAdamW(model.parameters(), lr=1e-2)
     calls: list[int] = []
 
     def loss(mb: Any) -> Tensor:
@@ -585,19 +587,19 @@ def test_out_of_memory_in_the_optimizer_leaves_all_as_it_was() -> None:
         OutOfMemoryError, match=r"There is not enough memory for an update.*as before the window"
     ):
         accumulate(rows(8)[0])
-    assert len(calls) == 2, "nothing is tried again around the optimizer"
+    assert len(calls) == 2, "no micro-batch is retried after the optimizer's error"
     assert not optimizer.state and accumulate.updates == 0
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
     optimizer.armed = False
     assert accumulate(rows(8)[0]).made
 
 
-def test_memory_for_the_first_update_is_made_sure_of_before_it_begins(
+def test_memory_for_the_first_update_is_reserved_before_it_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two groups: without the reserve the first would be updated, and the second not."""
+    """Without the reserve the first of two groups would be updated, and the second would not."""
     model = nn.Sequential(nn.Linear(300, 1000), nn.Linear(1000, 300))
-    groups = [{"params": list(part.parameters())} for part in model]
+    groups = [{"params": list(layer.parameters())} for layer in model]
     optimizer = torch.optim.AdamW(groups)
     before = start_of(model)
     accumulate = Accumulator(
@@ -621,23 +623,23 @@ def test_memory_for_the_first_update_is_made_sure_of_before_it_begins(
     assert accumulate(torch.randn(8, 300)).made and len(optimizer.state) == 4
 
 
-def test_an_update_that_broke_half_way_is_told() -> None:
+def test_a_torn_update_raises() -> None:
     model = mlp()
 
-    class HalfWay(torch.optim.SGD):
+    class TornSGD(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             with torch.no_grad():
                 self.param_groups[0]["params"][0].add_(1.0)
             raise RuntimeError(TEXT)
 
     accumulate = Accumulator(
-        model, HalfWay(model.parameters(), lr=0.1), lambda mb: mse(model, mb), check=False
+        model, TornSGD(model.parameters(), lr=0.1), lambda mb: mse(model, mb), check=False
     )
     with pytest.raises(OutOfMemoryError, match=r"some parameters or states have changed.*Load a checkpoint"):
         accumulate(rows(4)[0])
 
 
-def test_the_check_of_the_statement_makes_do_with_less_memory() -> None:
+def test_the_first_window_check_works_with_less_memory() -> None:
     model = mlp()
 
     def loss(mb: Any) -> Tensor:
@@ -654,7 +656,7 @@ def test_the_check_of_the_statement_makes_do_with_less_memory() -> None:
             Accumulator(model, sgd(model.parameters()), wrong, microbatch_size=8)(rows(16)[0])
 
 
-def test_a_window_cut_smaller_is_saved_and_goes_on_bit_for_bit() -> None:
+def test_a_window_of_smaller_micro_batches_is_resumed_bit_for_bit() -> None:
     def run(*, stop: bool) -> nn.Module:
         model = mlp()
         optimizer = sgd(model.parameters())
@@ -681,14 +683,14 @@ def test_a_window_cut_smaller_is_saved_and_goes_on_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("free", "yes"), [(2**20, True), (2**33, False)])
-def test_onednn_without_memory_says_what_it_says_without_a_kernel(
+def test_an_ambiguous_onednn_error_counts_as_out_of_memory_if_memory_is_scarce(
     free: int, yes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("superbatch.torch.memory.out_of_memory.memory_limit", lambda _: Limit(free, "a test"))
     assert out_of_memory(RuntimeError("could not create a primitive")) is yes
 
 
-def test_the_check_looks_at_few_samples_where_the_size_is_not_known_yet() -> None:
+def test_the_check_uses_few_samples_while_the_size_is_unknown() -> None:
     model, seen = mlp(), []
 
     def loss(mb: Any) -> Tensor:
@@ -699,7 +701,7 @@ def test_the_check_looks_at_few_samples_where_the_size_is_not_known_yet() -> Non
     accumulator_batch = rows(64)[0]
     accumulate(accumulator_batch)
     checked = seen[: -accumulate(accumulator_batch).microbatches]
-    assert 8 in checked and 3 in checked, "premise: pieces and their parts were looked at"
+    assert 8 in checked and 3 in checked, "premise: probes of 8 and of 3 samples"
     with pytest.raises(ValueError, match="sum"):
         Accumulator(
             model, sgd(model.parameters()), lambda mb: mse(model, mb) * len(mb[0]), microbatch_size="largest"
@@ -707,10 +709,10 @@ def test_the_check_looks_at_few_samples_where_the_size_is_not_known_yet() -> Non
 
 
 @pytest.mark.parametrize("short", [0.0, 10.0])
-def test_long_micro_batches_go_on_from_their_own_random_state(
+def test_long_micro_batches_are_retried_from_their_own_random_state(
     short: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout: copied before each micro-batch the state is there; else the window begins again."""
+    """With a copy of the random state per micro-batch the window continues; without one it restarts."""
     monkeypatch.setattr("superbatch.torch.window.participants.snapshot.SHORT", short)
     model, calls = mlp(), []
 

@@ -1,4 +1,4 @@
-"""Memory that runs out where it is easily forgotten: before a window, at the first update, in other loops."""
+"""Out of memory in rare places: before a window, in the first update, in a user's loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(model: nn.Module, **options: Any) -> Accumulator:
 
 
 @pytest.mark.parametrize("at", range(0, 40, 2))
-def test_the_first_window_into_momentum_has_no_buffers_yet(at: int) -> None:
+def test_out_of_memory_in_the_first_window_into_momentum(at: int) -> None:
     model, reference = mlp(), mlp()
     start = start_of(reference)
     make(reference, gradient_sum="momentum")(rows(8)[0])
@@ -42,7 +42,7 @@ def test_the_first_window_into_momentum_has_no_buffers_yet(at: int) -> None:
 
 
 def test_a_window_that_cannot_be_opened_does_not_stay_open() -> None:
-    """With a scaler that has scaled nothing yet, which refuses to be told of a scale."""
+    """A GradScaler that has not scaled yet refuses to restore a scale."""
     model = mlp()
     accumulate, fail, batch = make(model, scaler=torch.amp.GradScaler("cpu")), FailAt(), rows(8)[0]
     with fail:
@@ -52,7 +52,7 @@ def test_a_window_that_cannot_be_opened_does_not_stay_open() -> None:
     assert accumulate(batch).made
 
 
-def test_random_state_is_not_set_back_where_it_could_not_be_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_state_that_was_not_saved_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     accumulate = make(model)
     accumulate(rows(8)[0])
@@ -69,7 +69,7 @@ def test_random_state_is_not_set_back_where_it_could_not_be_noted(monkeypatch: p
 
 
 @pytest.mark.parametrize("options", [{"nonfinite": "skip_microbatch"}, {"gradient_sum": "momentum"}], ids=str)
-def test_a_forward_that_fails_late_goes_on_from_there(options: dict[str, Any]) -> None:
+def test_a_window_continues_after_a_late_failure_in_the_forward(options: dict[str, Any]) -> None:
     model, seen = mlp(), []
 
     def loss(mb: Any) -> Tensor:
@@ -81,10 +81,10 @@ def test_a_forward_that_fails_late_goes_on_from_there(options: dict[str, Any]) -
     accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=4, **options)
     with pytest.warns(UserWarning, match="the window continues in micro-batches of at most 2"):
         assert accumulate(rows(12)[0]).failures == 1
-    assert seen == [4, 4, 4, 2, 2], "what was in the sum is not computed again"
+    assert seen == [4, 4, 4, 2, 2], "micro-batches in the sum are not recomputed"
 
 
-def test_weights_summed_in_float32_are_rounded_otherwise_in_smaller_pieces() -> None:
+def test_float32_weights_that_round_differently_in_smaller_micro_batches() -> None:
     torch.manual_seed(0)
     x, weights = torch.randn(4096, 4), torch.rand(4096)
     model, reference = nn.Linear(4, 1), nn.Linear(4, 1)
@@ -99,8 +99,8 @@ def test_weights_summed_in_float32_are_rounded_otherwise_in_smaller_pieces() -> 
             raise RuntimeError(TEXT)
         return loss_of(model, mb)
 
-    parts = [float(part.sum()) for part in weights.split(1024)]
-    assert sum(parts) != sum(float(part.sum()) for part in weights.split(2048)), "premise: rounded otherwise"
+    sums = [float(chunk.sum()) for chunk in weights.split(1024)]
+    assert sum(sums) != sum(float(chunk.sum()) for chunk in weights.split(2048)), "premise: other roundings"
     accumulate = Accumulator(
         model,
         sgd(model.parameters()),
@@ -119,7 +119,7 @@ def test_weights_summed_in_float32_are_rounded_otherwise_in_smaller_pieces() -> 
 
 
 @pytest.mark.parametrize("weight", [lambda mb: 1, lambda mb: 1.0], ids=["int", "float"])
-def test_weights_that_are_no_sum_are_refused(weight: Any) -> None:
+def test_weights_that_are_not_additive_are_refused(weight: Any) -> None:
     model = mlp()
 
     def loss(mb: Any) -> Tensor:
@@ -135,8 +135,8 @@ def test_weights_that_are_no_sum_are_refused(weight: Any) -> None:
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_a_micro_batch_that_was_changed_in_place_is_not_run_again(failing: int) -> None:
-    """On the CPU micro-batches are views of the batch: halved twice, they would make another update."""
+def test_a_micro_batch_that_was_changed_in_place_is_not_retried(failing: int) -> None:
+    """On the CPU micro-batches are views of the batch: halved twice, they would give another update."""
     model, calls = mlp(), []
     before = start_of(model)
 
@@ -154,7 +154,7 @@ def test_a_micro_batch_that_was_changed_in_place_is_not_run_again(failing: int) 
 
 
 @pytest.mark.parametrize("form", ["dict", "nested", "dataclass", "list"])
-def test_a_change_in_place_is_seen_in_every_form_of_a_batch(form: str) -> None:
+def test_a_change_in_place_is_detected_in_every_kind_of_batch(form: str) -> None:
     @dataclass
     class Batch:
         names: list[str]
@@ -181,7 +181,7 @@ def test_a_change_in_place_is_seen_in_every_form_of_a_batch(form: str) -> None:
         accumulate(batch)
 
 
-def test_a_gradient_that_is_not_finite_is_told_without_memory_to_look_for_its_cause() -> None:
+def test_a_non_finite_gradient_raises_without_memory_to_find_its_cause() -> None:
     model, calls = mlp(), []
 
     def loss(mb: Any) -> Tensor:
@@ -190,7 +190,7 @@ def test_a_gradient_that_is_not_finite_is_told_without_memory_to_look_for_its_ca
             raise RuntimeError(TEXT)
         return (
             mse(model, mb) + (next(model.parameters()).sum() * 0).sqrt() * 0
-        )  # whose gradient is 0 x infinity
+        )  # its gradient is 0 x infinity
 
     accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=4)
     with pytest.raises(NonFiniteError, match=r"0\.weight"):
@@ -198,7 +198,7 @@ def test_a_gradient_that_is_not_finite_is_told_without_memory_to_look_for_its_ca
     assert len(calls) == 3, "premise: memory ran out in the search"
 
 
-def test_an_earlier_change_in_place_does_not_matter_where_nothing_is_run_again() -> None:
+def test_an_earlier_change_in_place_does_not_matter_without_a_retry() -> None:
     model, reference, armed = mlp(), mlp(), [True]
     start = start_of(reference)
 
@@ -221,7 +221,7 @@ def test_an_earlier_change_in_place_does_not_matter_where_nothing_is_run_again()
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_the_wait_doubles_once_for_a_window_however_often_it_was_cut() -> None:
+def test_the_wait_doubles_once_per_window() -> None:
     model, seen = mlp(), []
 
     def loss(mb: Any) -> Tensor:
@@ -238,7 +238,7 @@ def test_the_wait_doubles_once_for_a_window_however_often_it_was_cut() -> None:
     assert updates[0].failures == updates[50].failures == 3 and seen[:3] == [16, 8, 4]
 
 
-def test_an_owned_loop_keeps_its_statistics_per_micro_batch() -> None:
+def test_a_users_loop_keeps_its_statistics_per_micro_batch() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     accumulator = Accumulator(
         model, sgd(model.parameters()), check=False, microbatch_size=4, participants=[GhostBatchNorm()]
@@ -254,10 +254,10 @@ def test_an_owned_loop_keeps_its_statistics_per_micro_batch() -> None:
         run_out()
     with accumulator.window(batch) as window:
         sizes = [(len(mb), window.backward(model(mb).square().mean()))[0] for mb in window]
-    assert sizes == [4, 4], "smaller ones would be another function"
+    assert sizes == [4, 4], "smaller ones would change the update"
 
 
-def test_a_window_of_a_loader_saved_before_memory_ran_out_goes_on() -> None:
+def test_a_window_of_a_loader_saved_before_memory_ran_out_is_resumed() -> None:
     model = mlp()
     accumulator = Accumulator(model, sgd(model.parameters()), check=False)
     window_of_two = next(iter(windows(rows(4, 2), accumulation_steps=2)))
@@ -278,10 +278,10 @@ def test_a_window_of_a_loader_saved_before_memory_ran_out_goes_on() -> None:
         assert [(len(mb[0]), window.backward(mse(model, mb)))[0] for mb in window] == [4]
 
 
-def test_the_verdict_of_an_inner_accumulator_is_not_swallowed() -> None:
+def test_the_error_of_an_inner_accumulator_is_not_swallowed() -> None:
     inner_model, model, steps = mlp(), mlp(), []
 
-    class HalfWay(torch.optim.SGD):
+    class TornSGD(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             steps.append(1)
             with torch.no_grad():
@@ -289,7 +289,7 @@ def test_the_verdict_of_an_inner_accumulator_is_not_swallowed() -> None:
             raise RuntimeError(TEXT)
 
     inner = Accumulator(
-        inner_model, HalfWay(inner_model.parameters(), lr=0.1), lambda mb: mse(inner_model, mb), check=False
+        inner_model, TornSGD(inner_model.parameters(), lr=0.1), lambda mb: mse(inner_model, mb), check=False
     )
 
     def loss(mb: Any) -> Tensor:
@@ -302,8 +302,8 @@ def test_the_verdict_of_an_inner_accumulator_is_not_swallowed() -> None:
     assert len(steps) == 1 and not out_of_memory(OutOfMemoryError("verdict"))
 
 
-class Counting(torch.optim.SGD):
-    """Counts its steps in Python numbers, of each parameter and of the group, before it runs out."""
+class CountingSGD(torch.optim.SGD):
+    """SGD that counts steps as Python numbers, per parameter and group, then runs out of memory."""
 
     armed, replaces = False, False
 
@@ -320,9 +320,9 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_numbers_of_an_optimizer_are_put_back() -> None:
+def test_numbers_in_the_optimizer_state_are_restored() -> None:
     model = mlp()
-    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = CountingSGD(model.parameters(), lr=0.1, momentum=0.9)
     accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), check=False)
     accumulate(rows(4)[0])
     optimizer.armed = True
@@ -335,11 +335,11 @@ def test_numbers_of_an_optimizer_are_put_back() -> None:
         accumulate(rows(4)[0])
 
 
-def test_a_fused_step_of_one_group_of_two_is_told() -> None:
-    """Fused steps do not move version counters, so that the parameters alone do not show it."""
+def test_a_fused_step_of_one_group_of_two_is_detected() -> None:
+    """Fused steps do not change version counters, so the parameters alone do not reveal the step."""
     model = mlp()
 
-    class Second(torch.optim.SGD):
+    class FirstGroupOnly(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             groups = self.param_groups
             self.param_groups = groups[:1]
@@ -351,15 +351,17 @@ def test_a_fused_step_of_one_group_of_two_is_told() -> None:
 
     first, *others = model.parameters()
     groups = [{"params": [first]}, {"params": others}]
-    optimizer = Second(groups, lr=0.1, momentum=0.9, fused=True)
+    optimizer = FirstGroupOnly(groups, lr=0.1, momentum=0.9, fused=True)
     before, version = first.detach().clone(), first._version
     accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), check=False)
     with pytest.raises(OutOfMemoryError, match="some parameters or states have changed"):
         accumulate(rows(4)[0])
-    assert not torch.equal(before, first) and first._version == version, "premise: it does not show"
+    assert not torch.equal(before, first) and first._version == version, (
+        "premise: the version does not reveal it"
+    )
 
 
-def test_a_smaller_size_is_remembered_by_the_run_that_goes_on() -> None:
+def test_a_smaller_size_is_kept_after_a_resume() -> None:
     model, seen, most = mlp(), [], 2
 
     def loss(mb: Any) -> Tensor:
@@ -380,10 +382,10 @@ def test_a_smaller_size_is_remembered_by_the_run_that_goes_on() -> None:
 
 
 @pytest.mark.parametrize(("size", "asks"), [("largest", True), (4, False)])
-def test_memory_for_every_update_is_made_sure_of_where_micro_batches_fill_the_machine(
+def test_memory_for_every_update_is_reserved_if_micro_batches_fill_the_machine(
     size: Any, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stated size only for the first one, which makes the optimizer's state."""
+    """With a fixed size only the first update needs a reserve: it makes the optimizer's state."""
     model = nn.Sequential(nn.Linear(300, 1000), nn.Linear(1000, 300))
     optimizer = torch.optim.AdamW(model.parameters())
     accumulate = Accumulator(
@@ -394,7 +396,7 @@ def test_memory_for_every_update_is_made_sure_of_where_micro_batches_fill_the_ma
     before, empty = start_of(model), torch.empty
 
     def limited(*shape: Any, **options: Any) -> Tensor:
-        if options.get("dtype") is torch.uint8:  # what is asked for to make sure
+        if options.get("dtype") is torch.uint8:  # the reserve
             raise RuntimeError(TEXT)
         return empty(*shape, **options)
 

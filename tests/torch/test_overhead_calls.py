@@ -1,4 +1,4 @@
-"""What a window costs beside its arithmetic creeps in by one small call after the other: so they are counted.
+"""Numbers of Python calls and of entered files per update, as a bound on overhead.
 
 Times are measured by `benchmarks/overhead.py`; calls are the same on every machine.
 """
@@ -17,7 +17,7 @@ PACKAGE = str(Path(superbatch.__file__).parent)
 
 
 def calls_of(run) -> int:
-    """How many Python functions of the package are called."""
+    """Return the number of calls of Python functions of the package."""
     calls = 0
 
     def count(frame, event, _):
@@ -33,7 +33,7 @@ def calls_of(run) -> int:
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])
-def test_the_calls_of_a_window_and_of_each_of_its_microbatches(whole_batch):
+def test_calls_per_window_and_per_microbatch(whole_batch):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -49,21 +49,19 @@ def test_the_calls_of_a_window_and_of_each_of_its_microbatches(whole_batch):
         return lambda: accumulate(batch)
 
     few, many = window_of(8), window_of(24)
-    few()  # the first window checks the statement
+    few()  # with the first-window check
     calls, more = calls_of(few), calls_of(many)
     for_each = (more - calls) / 16
     assert accumulate.updates == 3
-    # 29 and 169 when written (Python 3.11; later ones call fewer for a comprehension). A micro-batch that the
-    # machine was kept from for long makes one or two more. One is the fast path of autograd (0036).
-    # 24 since what a window need not ask is not asked.
+    # 24 in Python 3.11; later versions make fewer calls for a comprehension. A micro-batch that takes long
+    # makes one or two more.
     assert 0 < for_each <= 27
-    # 211 and 213 with what a window sees since: whether a parameter was replaced, an optimizer wrapped, state
-    # moved, labels unequal for the first time, and interrupts deferred; 197 and 198 since, as above.
+    # 197 and 198 in Python 3.11.
     assert 0 < calls - 8 * for_each <= 200
 
 
-def test_one_ordinary_update_walks_through_few_files():
-    """The second update of a plain network, in 4 micro-batches. A newcomer reads what is entered here."""
+def test_one_ordinary_update_enters_few_files():
+    """The second update of a plain network, in 4 micro-batches. A newcomer has to read these files."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -82,5 +80,5 @@ def test_one_ordinary_update_walks_through_few_files():
         sys.setprofile(None)
     assert update.microbatches == 4, "premise"
     entered = sorted(file.removeprefix(PACKAGE) for file in files if file.startswith(PACKAGE))
-    # 12 were hoped for. A participant is a file, and a window that restores everything has seven of them.
+    # Seven of the files are participants, each of which restores one kind of state.
     assert 12 < len(entered) <= 30, "\n".join(entered)

@@ -1,7 +1,7 @@
-"""Cases of other tools' own test suites, in our words: inputs and expectations, written anew.
+"""Cases of other tools' test suites, with inputs and expectations of our own.
 
 Each docstring names the tool and its tests. Where their expectation is inexact (a fixed divisor on the tail),
-ours is the large batch. Distributed parts are tested with real processes elsewhere.
+ours is the large batch. Distributed cases are tested with real processes elsewhere.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ F64 = torch.float64
 
 
 def joined(window: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.cat(parts) for parts in zip(*window, strict=True))
+    return tuple(torch.cat(leaves) for leaves in zip(*window, strict=True))
 
 
 class Line(nn.Module):
-    """y = a x + b, which several of these suites train."""
+    """y = a x + b, the model of several of these suites."""
 
     def __init__(self, a: float = 0.5, b: float = -0.3) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ def line_data(samples: int, seed: int = 42) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_gradients_move_the_parameters_only_at_the_boundary(steps: int) -> None:
-    """Row 1, Accelerate, `test_gradient_accumulation`: 80 samples in micro-batches of 3; tails are ours."""
+def test_parameters_change_only_at_the_end_of_a_window(steps: int) -> None:
+    """Row 1, Accelerate, `test_gradient_accumulation`: 80 samples in micro-batches of 3, and tails."""
     x, y = line_data(80)
     loader = list(zip(x.split(3), y.split(3), strict=True))
     assert len(loader[-1][0]) == 2, "premise: the last micro-batch is short"
@@ -104,7 +104,7 @@ def test_the_learning_rate_follows_the_updates(samples: int) -> None:
 
 
 def test_several_forwards_before_the_backward_of_a_microbatch() -> None:
-    """Row 1, Accelerate, `test_distributed_sync_multiple_fwd`: three forwards, then their losses together."""
+    """Row 1, Accelerate, `test_distributed_sync_multiple_fwd`: three forwards, then three backwards."""
     reference, model = Line(), Line()
     start, batch = start_of(reference), line_data(12)
     large_batch(sgd(reference.parameters()), lambda b: 3 * mse(reference, b), [batch])
@@ -117,10 +117,8 @@ def test_several_forwards_before_the_backward_of_a_microbatch() -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_another_loader_inside_a_window_moves_no_boundary() -> None:
-    """Row 1, Accelerate, `test_dataloader_break`: evaluate in the middle of a window, and leave that loop
-    early.
-    """
+def test_another_loader_inside_a_window_does_not_end_it() -> None:
+    """Row 1, Accelerate, `test_dataloader_break`: an evaluation in a window, whose loop ends early."""
     reference, model = Line(), Line()
     start, batches = start_of(reference), [line_data(8, seed) for seed in range(3)]
     large_batch(sgd(reference.parameters()), lambda b: mse(reference, b), batches)
@@ -139,11 +137,11 @@ def test_another_loader_inside_a_window_moves_no_boundary() -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-# -- row 2: Accelerate's memory utilities, as far as a failure inside a window goes --------------------
+# -- row 2: Accelerate's memory utilities, for a failure inside a window ------------------------------
 
 
 @pytest.mark.parametrize("error", [OSError, RuntimeError, KeyError])
-def test_an_error_of_the_loss_passes_through_and_leaves_the_state(error: type[Exception]) -> None:
+def test_an_error_of_the_loss_is_raised_and_changes_nothing(error: type[Exception]) -> None:
     """Row 2, Accelerate, `test_any_other_error` and `test_release_memory`: no error is swallowed or kept."""
     model = mlp()
     optimizer = sgd(model.parameters())
@@ -160,7 +158,7 @@ def test_an_error_of_the_loss_passes_through_and_leaves_the_state(error: type[Ex
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(error, match="out of something"):
         accumulate(rows(10, 1)[0])
-    assert calls == [4, 3], "it stops at once"
+    assert calls == [4, 3], "the window ends at once"
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not optimizer.state and all(p.grad is None for p in model.parameters())
     reference = mlp()
@@ -170,9 +168,7 @@ def test_an_error_of_the_loss_passes_through_and_leaves_the_state(error: type[Ex
 
 
 def test_a_smaller_microbatch_after_a_failure_gives_the_same_update() -> None:
-    """Row 2, Accelerate, `test_memory_implicit`: 128, 64, 32, 16, 8 until it fits, and the update is the
-    same.
-    """
+    """Row 2, Accelerate, `test_memory_implicit`: 128, 64, 32, 16, 8 until it fits, to the same update."""
     model, sizes = mlp(), []
     start = start_of(model)
     batch = rows(128, 1)[0]
@@ -197,9 +193,7 @@ def test_a_smaller_microbatch_after_a_failure_gives_the_same_update() -> None:
 
 
 def test_batch_8_is_twice_4_over_an_epoch() -> None:
-    """Row 4, transformers, `test_gradient_accumulation`: 64 samples, 8 at once or 4 twice: a = and b =
-    agree.
-    """
+    """Row 4, transformers, `test_gradient_accumulation`: 64 samples, 8 at once or 4 twice."""
     x, y = line_data(64)
     eights = list(zip(x.split(8), y.split(8), strict=True))
     fours = list(windows(zip(x.split(4), y.split(4), strict=True), 2))
@@ -208,10 +202,9 @@ def test_batch_8_is_twice_4_over_an_epoch() -> None:
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_losses_align_for_sequences_of_unequal_length(labelled: bool) -> None:
-    """Row 4, transformers, `..._loss_alignment_with_model_loss` and `..._with_loss_func`: same losses
-    throughout.
+    """Row 4, transformers, `..._loss_alignment_with_model_loss` and `..._with_loss_func`.
 
-    There the model computes the loss of shifted labels itself; here as a loss in the model, or a function.
+    The loss of shifted labels is computed in the model, or by a function.
     """
 
     class WithLoss(nn.Module):
@@ -246,15 +239,13 @@ def test_losses_align_for_sequences_of_unequal_length(labelled: bool) -> None:
 
 @pytest.mark.parametrize("mini", [3, 50])
 def test_a_microbatch_that_does_not_divide_the_batch_or_is_larger(mini: int) -> None:
-    """Row 8, sentence-transformers, `test_cached_mnrl_matches_mnrl`: micro-batches of 3 and 50 for 7
-    samples.
-    """
+    """Row 8, sentence-transformers, `test_cached_mnrl_matches_mnrl`: sizes 3 and 50 for 7 samples."""
     both = train_both(mlp, mse, rows(7, 2), microbatch_size=mini)
     both.check()
     assert both.updates[0].microbatches == (3 if mini == 3 else 1)
 
 
-def test_columns_of_different_kinds_are_cut_alike() -> None:
+def test_columns_of_different_kinds_are_split_alike() -> None:
     """Row 8, sentence-transformers, `_create_minibatch`: two columns of tokens with masks, and texts."""
     generator = torch.Generator().manual_seed(0)
     batch = {
@@ -266,7 +257,7 @@ def test_columns_of_different_kinds_are_cut_alike() -> None:
     } | {"text": [f"sample {n}" for n in range(7)], "y": torch.arange(7, dtype=F64)}
 
     def loss(model: nn.Module, b: dict[str, Any]) -> Tensor:
-        assert len(b["text"]) == len(b["query"]["ids"]) == len(b["y"]), "a column was cut elsewhere"
+        assert len(b["text"]) == len(b["query"]["ids"]) == len(b["y"]), "a column was split elsewhere"
         assert b["text"] == [f"sample {int(y)}" for y in b["y"]]
         one, two = (model(b[side]["ids"]).mean((1, 2)) for side in ("query", "document"))
         return (one + 0.5 * two - b["y"]).square().mean()
@@ -277,9 +268,7 @@ def test_columns_of_different_kinds_are_cut_alike() -> None:
 
 
 def test_dropout_is_replayed_for_every_microbatch_size() -> None:
-    """Row 8, sentence-transformers, `test_gradcache_replays_dropout_in_the_backward_pass`, through
-    sample_rng.
-    """
+    """Row 8, sentence-transformers, `test_gradcache_replays_dropout_in_the_backward_pass`."""
     models = []
     for size in (2, 7):
         model = nn.Sequential(nn.Dropout(0.3), mlp(dropout=0.5))
@@ -299,9 +288,9 @@ def test_token_budgets_keep_order_and_every_sample() -> None:
     """Row 8, sentence-transformers, token budgets: no micro-batch above it, every sample once, in order."""
     lengths = [5, 1, 9, 3, 3, 2, 8, 1]
     batch = {"lengths": torch.tensor(lengths), "id": torch.arange(8)}
-    parts = split(batch, TokenBudget(10, "lengths"))
-    assert [int(i) for part in parts for i in part["id"]] == list(range(8))
-    assert all(int(part["lengths"].sum()) <= 10 for part in parts) and len(parts) == 4
+    microbatches = split(batch, TokenBudget(10, "lengths"))
+    assert [int(i) for mb in microbatches for i in mb["id"]] == list(range(8))
+    assert all(int(mb["lengths"].sum()) <= 10 for mb in microbatches) and len(microbatches) == 4
 
 
 # -- row 9: Lightning ----------------------------------------------------------------------------------
@@ -309,14 +298,12 @@ def test_token_budgets_keep_order_and_every_sample() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_the_last_window_of_an_epoch_updates_too(steps: int) -> None:
-    """Row 9, Lightning, `test_gradient_accumulation_scheduling_last_batch`: weights move where they must,
-    only.
-    """
+    """Row 9, Lightning, `test_gradient_accumulation_scheduling_last_batch`: every window updates."""
     loader = [rows(2, 1, seed=number)[0] for number in range(7)]
     model = mlp()
     accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb))
     changed = []
-    for _ in range(2):  # epochs: none leaks into the next
+    for _ in range(2):  # epochs; no gradient leaks into the next one
         for window in windows(loader, steps):
             before = start_of(model)
             accumulate(window)
@@ -338,13 +325,11 @@ def test_a_number_of_updates_ends_the_training() -> None:
         accumulate(window)
         if accumulate.updates == 10:
             break
-    assert accumulate.updates == 10 and len(read) == 100, "not one micro-batch more than was needed"
+    assert accumulate.updates == 10 and len(read) == 100, "no further micro-batch is read"
 
 
 def test_validation_inside_a_window_keeps_its_gradients() -> None:
-    """Row 9, Lightning, `test_validation_during_gradient_accumulation_window`: in eval mode, without
-    gradients.
-    """
+    """Row 9, Lightning, `test_validation_during_gradient_accumulation_window`: eval mode, no gradients."""
     reference, model = mlp(), mlp()
     start, batch = start_of(reference), rows(10, 1)[0]
     large_batch(sgd(reference.parameters()), lambda b: mse(reference, b), [batch])
@@ -387,9 +372,7 @@ def test_the_number_of_updates_of_an_epoch_is_known(samples: int, steps: int, up
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
 def test_an_exception_in_a_window_loses_that_window_only(fail_at: int) -> None:
-    """Row 9, Lightning, `test_loop_state_on_exception`: the state is that of the last update, and it goes
-    on.
-    """
+    """Row 9, Lightning, `test_loop_state_on_exception`: the state is that of the last update."""
 
     class CustomError(Exception):
         pass
@@ -434,10 +417,10 @@ def test_an_exception_in_a_window_loses_that_window_only(fail_at: int) -> None:
 @pytest.mark.parametrize("size", [1, 3, 5, 12, 40])
 def test_kinds_of_batches_are_split(batch: Any, size: int) -> None:
     """Row 10, Composer, `test_split_without_error`, `..._size_greater_than_batch_size` and others."""
-    parts = split(batch, size)
-    assert len(parts) == math.ceil(12 / min(size, 12))
-    assert sum(count_samples(part) for part in parts) == 12
-    assert all(type(part) is type(batch) for part in parts)
+    microbatches = split(batch, size)
+    assert len(microbatches) == math.ceil(12 / min(size, 12))
+    assert sum(count_samples(mb) for mb in microbatches) == 12
+    assert all(type(mb) is type(batch) for mb in microbatches)
 
 
 def test_detection_batches() -> None:
@@ -465,11 +448,10 @@ def test_detection_batches() -> None:
     assert both.updates[0].microbatches == 3
 
 
-def test_a_model_with_a_condition_has_the_gradients_known_by_hand() -> None:
-    """Row 10, Composer, `test_ddp_sync_strategy`: a model that takes one of two branches for each micro-
-    batch.
+def test_a_model_with_branches_has_the_gradients_computed_by_hand() -> None:
+    """Row 10, Composer, `test_ddp_sync_strategy`: a branch for each micro-batch.
 
-    With x = 1, 1, 2 (one sample each): branch `a` sees the ones, `b` the two; L = (w_a + w_a + 2 w_b) / 3.
+    With x = 1, 1, 2 (one sample each), `a` gets the ones and `b` the two: L = (w_a + w_a + 2 w_b) / 3.
     """
 
     class Branches(nn.Module):
@@ -494,7 +476,7 @@ def test_a_model_with_a_condition_has_the_gradients_known_by_hand() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_loss_with_padding_is_the_metric_over_the_whole(size: int) -> None:
+def test_loss_with_padding_is_the_metric_over_the_batch(size: int) -> None:
     """Row 10, Composer, `test_loss_vs_ce_metric_with_padding_and_microbatching`."""
     batch = tokens([7, 1, 2, 6, 0, 3, 5, 1])
     model = tiny_lm()
@@ -532,7 +514,7 @@ SOLVERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_iter_size_is_the_batch(solver: str, decay: float, momentum: float, clip: float | None) -> None:
     """Row 11, Caffe, `TestLeastSquaresUpdateWithEverythingAccum`: 4 updates of 4 x 5 are 4 updates of 20.
 
-    With a clip, which Caffe applies to the sum (its issue 6199), and which is of the mean here.
+    A clip applies to the mean here; Caffe applies it to the sum (its issue 6199).
     """
 
     def least_squares(model: nn.Module, batch: Any) -> Tensor:
@@ -552,9 +534,7 @@ def test_iter_size_is_the_batch(solver: str, decay: float, momentum: float, clip
 
 
 def test_weights_shared_between_layers() -> None:
-    """Row 11, Caffe, `...AccumShare`: two layers with one weight, over several updates with decay and
-    momentum.
-    """
+    """Row 11, Caffe, `...AccumShare`: two layers with one weight, with decay and momentum."""
 
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -593,8 +573,8 @@ def test_an_empty_logical_batch_changes_nothing() -> None:
     accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), microbatch_size=4)
     accumulate(rows(10, 1)[0])
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    with pytest.raises(ValueError, match="sample"):  # named, and nothing is done: skip such a batch
-        accumulate(tuple(part[:0] for part in rows(10, 1)[0]))
+    with pytest.raises(ValueError, match="sample"):  # the user has to skip such a batch
+        accumulate(tuple(leaf[:0] for leaf in rows(10, 1)[0]))
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
     assert accumulate(rows(10, 1)[0]).made
 
@@ -604,9 +584,7 @@ def test_an_empty_logical_batch_changes_nothing() -> None:
 
 @pytest.mark.parametrize("form", ["weights known", "weights returned", "sum"])
 def test_microbatches_of_8_4_and_2_tokens(form: str) -> None:
-    """Row 13, torchtitan, `test_ignore_index_gradient_accumulation_consistency`: 8, 4 and 2 labels that
-    count.
-    """
+    """Row 13, torchtitan, `test_ignore_index_gradient_accumulation_consistency`: 8, 4 and 2 labels."""
     generator = torch.Generator().manual_seed(42)
     ids = torch.randint(0, 11, (3, 8), generator=generator)
     labels = torch.randint(0, 11, (3, 8), generator=generator)

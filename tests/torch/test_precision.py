@@ -1,4 +1,4 @@
-"""Low precision: autocast, the gradient scaler, wide sums of narrow gradients, masters, momentum, memory."""
+"""Low precision: autocast, gradient scaler, float32 sums of narrow gradients, masters, momentum, memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_autocast_in_bfloat16(outside: bool) -> None:
     for batch in batches:
         with torch.autocast("cpu", dtype=BF16, enabled=outside):
             accumulate(batch)
-    # What differs by rounding in the first window is decided in float64, which autocast leaves alone.
+    # The first-window check decides cases of rounding in float64, which autocast does not convert.
     assert BF16 in seen_dtypes <= {BF16, torch.float64}, "premise: the forward is in bfloat16"
     assert_same_parameters(reference, model, 3e-3, start=start)
 
@@ -70,7 +70,7 @@ def test_a_scaler_changes_no_update(scale: float, clip: dict[str, Any]) -> None:
     assert scaler.get_scale() == 4 * scale, "premise: the scale grew twice in five updates"
 
 
-def test_a_disabled_scaler_is_no_scaler() -> None:
+def test_a_disabled_scaler_has_no_effect() -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     train_both(mlp, mse, rows(10), microbatch_size=4, scaler=scaler, max_grad_norm=0.3).check()
 
@@ -93,7 +93,7 @@ def test_an_overflow_skips_update_and_scheduler_and_the_next_window_is_exact(bad
         if overflow["now"]:
             overflow["microbatch"] += 1
             if overflow["microbatch"] == bad + 1:
-                # Finite, but its gradient is not once it is scaled: as fp16 activations do.
+                # The loss is finite, but its scaled gradient is not, as with fp16 activations.
                 loss = loss + (next(model.parameters()).sum() * 1e38) * 1e-38 * 1e38 * 0.5
         return loss
 
@@ -146,8 +146,8 @@ def test_float16_parameters_with_masters_and_a_scaler() -> None:
 # -- sums of many narrow gradients ------------------------------------------------------------------------
 
 
-class Linear256(nn.Module):
-    """Twenty thousand coordinates, each with a gradient of its own in every micro-batch."""
+class ManyCoordinates(nn.Module):
+    """Twenty thousand coordinates, each with its own gradient in every micro-batch."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -160,10 +160,10 @@ class Linear256(nn.Module):
 def narrow_sum(dtype: torch.dtype, *, same_sign: bool, k: int = 256, **options: Any) -> float:
     """Relative error of the summed gradient of k micro-batches of one sample."""
     torch.manual_seed(0)
-    model = Linear256(dtype)
+    model = ManyCoordinates(dtype)
     x = (torch.randn(k, 20_000).abs() if same_sign else torch.randn(k, 20_000) + 1).to(dtype)
     seen: list[Tensor] = []
-    # The gradient before it is rounded to what the optimizer takes: with a float32 target it is not rounded.
+    # With float32 masters the optimizer gets the sum before any rounding to the parameter's dtype.
     masters = fp32_masters(model)
     optimizer = torch.optim.SGD(masters.values(), lr=1.0)
     optimizer.register_step_pre_hook(
@@ -180,14 +180,14 @@ def narrow_sum(dtype: torch.dtype, *, same_sign: bool, k: int = 256, **options: 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("same_sign", [True, False])
 def test_256_narrow_gradients_summed_in_float32(dtype: torch.dtype, same_sign: bool) -> None:
-    """1e-8 in science.md section 8, for sums of gradients that are themselves exact here."""
+    """science.md section 8 gives 1e-8 for sums of exact gradients, as here."""
     assert narrow_sum(dtype, same_sign=same_sign, gradient_sum=F32) < 1e-6
     # Premise: in their own dtype the same sum is wrong in the third digit (bf16) or the fourth (fp16).
     assert narrow_sum(dtype, same_sign=same_sign, gradient_sum=None) > (5e-3 if dtype == BF16 else 5e-4)
 
 
 def test_a_sum_in_bfloat16_stops_growing() -> None:
-    """Stagnation: 1024 equal gradients in bfloat16 come to a quarter of their sum."""
+    """Stagnation: the bfloat16 sum of 1024 equal gradients reaches only a quarter of their sum."""
 
     def total(dtype: torch.dtype | None) -> float:
         model = nn.Linear(4, 1, bias=False).bfloat16()
@@ -213,14 +213,14 @@ def many(model: nn.Module, samples: int, **options: Any) -> Accumulator:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_the_default_sums_more_than_16_narrow_gradients_in_float32_and_says_so_once(
+def test_the_default_sums_more_than_16_narrow_gradients_in_float32_and_warns_once(
     dtype: torch.dtype,
 ) -> None:
     models = [mlp(dtype) for _ in range(3)]
-    with pytest.warns(UserWarning, match="17 micro-batches.*float32.*gradient_sum") as said:
+    with pytest.warns(UserWarning, match="17 micro-batches.*float32.*gradient_sum") as caught:
         accumulate = many(models[0], 17)
-    accumulate(rows(20, 1, dtype)[0])  # warnings are errors: it says nothing more
-    assert len(said) == 1
+    accumulate(rows(20, 1, dtype)[0])  # warnings are errors: there is no second one
+    assert len(caught) == 1
     many(models[1], 17, gradient_sum=F32)(rows(20, 1, dtype)[0])
     many(models[2], 16)
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
@@ -252,7 +252,7 @@ def test_float32_buffers_round_once_for_bfloat16_parameters() -> None:
     truth = torch.autograd.grad(mse(exact, [part.double() for part in batch]), list(exact.parameters()))
     for ours, theirs, exactly in zip(seen, expected, truth, strict=True):
         assert ours.dtype == BF16 and theirs.norm() > 0
-        # The factor 1/64 is a power of two: only the order of float32 additions may move a rounding.
+        # The factor 1/64 is a power of two: only the order of float32 additions may change a rounding.
         assert float((ours - theirs).norm() / theirs.norm()) < 2e-3
         assert float((ours.double() - exactly).norm() / exactly.norm()) < 2e-2
 
@@ -261,7 +261,7 @@ def test_float32_buffers_round_once_for_bfloat16_parameters() -> None:
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 4])
-def test_masters_are_those_kept_by_hand(microbatch_size: int) -> None:
+def test_masters_match_copies_kept_by_hand(microbatch_size: int) -> None:
     model: Any = mlp(BF16)
     model[2].bias.requires_grad = False
     hand = copy.deepcopy(model)
@@ -348,7 +348,7 @@ def test_accumulating_into_momentum_is_exact(name: str, dtype: torch.dtype) -> N
 
 
 def test_into_momentum_and_into_grad_leave_the_same_optimizer_state() -> None:
-    """A run may change from one to the other: the buffers are those of SGD itself."""
+    """A run may switch between the two: the buffers are SGD's own."""
     reference, model = mlp(), mlp()
     start, batches = start_of(reference), rows(11, 4)
     theirs, ours = sgd(reference.parameters()), sgd(model.parameters())
@@ -386,7 +386,7 @@ def test_into_momentum_with_a_sum_tokens_and_an_unused_parameter() -> None:
 
 
 def test_a_parameter_used_only_at_times_keeps_its_momentum() -> None:
-    """SGD leaves a parameter without gradient alone, its momentum too; so must such a window."""
+    """Like SGD, a window does not change a parameter without a gradient, or its momentum."""
     batches = [(x, y, torch.full((10,), n in (0, 3))) for n, (x, y) in enumerate(rows(10, 5))]
 
     class Partly(nn.Module):
@@ -427,7 +427,7 @@ def test_into_momentum_is_refused_where_it_is_not_exact(optimizer: Any, reason: 
         {"nonfinite": "skip_microbatch"},
     ],
 )
-def test_into_momentum_is_refused_with_what_needs_the_gradient(options: dict[str, Any]) -> None:
+def test_into_momentum_is_refused_with_options_that_need_the_gradient(options: dict[str, Any]) -> None:
     model = mlp()
     with pytest.raises(InputError, match='gradient_sum="momentum" does not work with ' + next(iter(options))):
         Accumulator(
@@ -439,7 +439,7 @@ def test_into_momentum_is_refused_with_what_needs_the_gradient(options: dict[str
 
 
 class Wide(nn.Module):
-    """Parameters of 1.3 MB (float32) in several tensors; activations of 64 kB a sample."""
+    """Model with float32 parameters of 5.5 MB in several tensors, and activations of over 16 kB a sample."""
 
     def __init__(self, dtype: torch.dtype = F32) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ class Wide(nn.Module):
 def by_hand(
     model: Wide, optimizer: torch.optim.Optimizer, batch: Tensor, size: int, clip: float | None
 ) -> None:
-    """The best loop one can write: views of the batch, nothing kept, gradients dropped at once."""
+    """Best hand-written loop: views of the batch, no references kept, gradients freed at once."""
     for microbatch in batch.split(size):
         (model(microbatch) * (len(microbatch) / len(batch))).backward()
     if clip is not None:
@@ -474,7 +474,7 @@ def test_peak_memory_is_that_of_the_best_loop(name: str, clip: float | None) -> 
 
     batch = torch.randn(33, 256)
     model, optimizer = make()
-    by_hand(model, optimizer, batch, 3, clip)  # the optimizer's state is there from the second update on
+    by_hand(model, optimizer, batch, 3, clip)  # the first update makes the optimizer's state
     best = peak_bytes(lambda: by_hand(model, optimizer, batch, 3, clip))
     model, optimizer = make()
     accumulate = Accumulator(model, optimizer, model, microbatch_size=3, max_grad_norm=clip)
@@ -483,7 +483,7 @@ def test_peak_memory_is_that_of_the_best_loop(name: str, clip: float | None) -> 
     ours = peak_bytes(lambda: accumulate(batch))
     parameters = sum(p.nbytes for p in model.parameters())
     assert best > parameters, "premise: gradients and activations are counted"
-    # Scalars: a loss per micro-batch, and the factors that it is multiplied by.
+    # The margin is for scalars: a loss and a factor per micro-batch.
     assert ours <= best + 1024, f"{ours / best:.4f} of the hand-written loop"
 
 
@@ -508,11 +508,11 @@ def test_float32_buffers_hold_four_bytes_per_parameter_and_no_narrow_gradient_be
             window.backward(model(microbatch))
             assert all(p.grad is None for p in model.parameters()), "the narrow gradient is freed at once"
     peak = peak_bytes(lambda: accumulate(batch))
-    # Buffers, then the rounded gradients beside them at the boundary, and one gradient on its way.
+    # Buffers, the rounded gradients at the end of the window, and one gradient of the backward.
     assert 4 * numbers < peak <= 4 * numbers + 2 * numbers + 8 * largest
 
 
-def test_into_momentum_no_gradient_outlives_its_backward() -> None:
+def test_into_momentum_each_backward_frees_its_gradients() -> None:
     model = Wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     accumulate = Accumulator(model, optimizer, model, microbatch_size=4, gradient_sum="momentum")
@@ -524,16 +524,16 @@ def test_into_momentum_no_gradient_outlives_its_backward() -> None:
             assert all(p.grad is None for p in model.parameters())
     total = sum(p.nbytes for p in model.parameters())
     largest = max(p.nbytes for p in model.parameters())
-    # On the CPU the copy that a failed window is undone with counts, too; on a GPU it lies on the host.
+    # On the CPU the copy for a rollback counts, too; on a GPU it is on the host.
     assert peak_bytes(lambda: accumulate(batch)) <= total + 2 * largest
 
 
 def graphs() -> int:
-    # By type, since `isinstance` makes lazy modules load themselves.
+    # Compare types: `isinstance` would import lazy modules.
     return sum(type(o) is Tensor and o.grad_fn is not None for o in gc.get_objects())
 
 
-def test_nothing_of_an_update_keeps_a_graph_alive() -> None:
+def test_an_update_keeps_no_graph_alive() -> None:
     model = mlp()
     accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb), microbatch_size=2)
     batch = rows(64, 1)[0]
@@ -547,7 +547,7 @@ def test_nothing_of_an_update_keeps_a_graph_alive() -> None:
 
 
 def test_a_scaler_with_an_optimizer_that_got_no_gradient() -> None:
-    """GradScaler refuses such an optimizer; the other one must not have been stepped before it does."""
+    """GradScaler refuses such an optimizer, so it is left out and the other one steps."""
     one, two = mlp(F32), mlp(F32)
     batch = rows(10, 1, F32)[0]
     reference, start = mlp(F32), start_of(one)

@@ -1,4 +1,4 @@
-"""Predicted peaks against the ledger of the same training, run for real; and nothing touched."""
+"""Predicted memory peaks against measured peaks of the same training; a prediction changes no state."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def in_double(model: nn.Module) -> Callable[[Any], Tensor]:
 
 
 def with_weight_decay(model: nn.Module) -> Callable[[Any], Tensor]:
-    """A closure over parameters themselves, not only over the module."""
+    """Loss whose closure holds parameters, not only the module."""
     weights = [p for p in model.parameters() if p.ndim > 1]
     return lambda microbatch: cross_entropy(model)(microbatch) + 1e-3 * sum(w.square().sum() for w in weights)
 
@@ -115,12 +115,12 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 def most_alive(accumulate: Any, batch: Any) -> int:
-    """The most bytes alive at once in three windows, beyond what was alive before the first."""
+    """Peak of bytes alive in three windows, beyond those alive before the first."""
 
     def windows() -> None:
         for _ in range(3):
             accumulate(batch)
-            accumulate.engine.config.until_next.clear()  # of a later window's first micro-batch
+            accumulate.engine.config.until_next.clear()  # the next window's first micro-batch
 
     return peak_bytes(windows)
 
@@ -128,7 +128,7 @@ def most_alive(accumulate: Any, batch: Any) -> int:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("samples", [SAMPLES, 2 * SAMPLES])
 @pytest.mark.sampled(3)
-def test_prediction_is_the_ledger_of_the_real_run(name: str, samples: int) -> None:
+def test_the_prediction_matches_the_measured_peak(name: str, samples: int) -> None:
     make_model, make_data, make_loss, make_optimizer = CASES[name]
     model, batch = make_model(), make_data(2 * samples)
     optimizer, loss_fn = make_optimizer(model), make_loss(model)
@@ -139,11 +139,11 @@ def test_prediction_is_the_ledger_of_the_real_run(name: str, samples: int) -> No
         model, optimizer, loss_fn, microbatch_size=samples, check=False, participants=[GhostBatchNorm()]
     )
     real = most_alive(accumulate, batch)
-    assert real > 1e5, "the case is too small to tell anything"
+    assert real > 1e5, "premise: the case is large enough"
     assert abs(peak.bytes - real) <= WITHIN * real, (peak, real)
 
 
-def test_first_is_one_micro_batch_alone() -> None:
+def test_first_is_the_peak_of_one_micro_batch_alone() -> None:
     model, batch = convnet(), images(3, 32, 32)(SAMPLES)
     loss_fn = cross_entropy(model)
     peak = predict_peak(loss_fn, batch, models=model, optimizers=momentum(model))
@@ -169,8 +169,8 @@ def test_later_windows_have_the_state_that_the_first_update_made() -> None:
     assert old.bytes == new.bytes - new.optimizer_state
 
 
-def bits(*models: nn.Module) -> dict[str, Any]:
-    """All that a run could change."""
+def state_of(*models: nn.Module) -> dict[str, Any]:
+    """All state that a run could change."""
     tensors = {
         f"{number}.{name}": (id(tensor), tensor.data_ptr(), tensor._version, tensor.detach().clone())
         for number, model in enumerate(models)
@@ -203,8 +203,8 @@ def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert (before["rng"][2] == after["rng"][2]).all()
 
 
-class Counting(nn.Module):
-    """Changes everything that a forward may change."""
+class StatefulModel(nn.Module):
+    """Model whose forward changes buffers, attributes and random generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,8 +224,8 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_touched(fails: bool) -> None:
-    model, batch = Counting(), images(64)(SAMPLES)
+def test_a_prediction_changes_no_state(fails: bool) -> None:
+    model, batch = StatefulModel(), images(64)(SAMPLES)
     optimizer = adamw()(model)
     called: list[str] = []
     model.head.weight.register_hook(lambda _: called.append("hook"))  # pyright: ignore[reportArgumentType]  (returns None)
@@ -233,7 +233,7 @@ def test_nothing_is_touched(fails: bool) -> None:
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # wraps the optimizer's step
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    groups, before = deepcopy(optimizer.param_groups), bits(model)
+    groups, before = deepcopy(optimizer.param_groups), state_of(model)
 
     def loss_fn(microbatch: Any) -> Tensor:
         loss = cross_entropy(model)(microbatch)
@@ -246,7 +246,7 @@ def test_nothing_is_touched(fails: bool) -> None:
             predict_peak(loss_fn, batch, models=model, optimizers=optimizer)
     else:
         assert predict_peak(loss_fn, batch, models=model, optimizers=optimizer).gradients > 0
-    assert_same(before, bits(model))
+    assert_same(before, state_of(model))
     assert not hasattr(model, "last")
     assert called == []
     assert not optimizer.state
@@ -256,7 +256,7 @@ def test_nothing_is_touched(fails: bool) -> None:
     assert loss_fn(batch).requires_grad  # and it works as before
 
 
-def test_state_of_an_optimizer_is_not_touched() -> None:
+def test_a_prediction_does_not_change_optimizer_state() -> None:
     model, batch = mlp(), images(64)(SAMPLES)
     optimizer, loss_fn = adamw()(model), cross_entropy(model)
     loss_fn(batch).backward()
@@ -273,8 +273,8 @@ def test_state_of_an_optimizer_is_not_touched() -> None:
             assert torch.equal(now, content)
 
 
-def test_no_operation_computes_anything() -> None:
-    """A micro-batch of a terabyte on a machine that has none."""
+def test_a_prediction_computes_nothing() -> None:
+    """A micro-batch of a terabyte needs no memory."""
     model = mlp()
     inputs = torch.empty(1).expand(1 << 30, 64)
     labels = torch.zeros(1, dtype=torch.long).expand(1 << 30)
@@ -292,7 +292,7 @@ def test_no_operation_computes_anything() -> None:
         ("RuntimeError", lambda out: out.mean() * float(out.detach().numpy().sum())),
     ],
 )
-def test_what_fake_tensors_cannot_run_is_said(name: str, loss_of: Callable[[Tensor], Tensor]) -> None:
+def test_losses_that_fake_tensors_cannot_run_raise(name: str, loss_of: Callable[[Tensor], Tensor]) -> None:
     model = mlp()
     with pytest.raises(
         PredictionError, match=rf"cannot run on fake tensors \({name}.*Measure small micro-batches"
@@ -306,7 +306,7 @@ def test_layers_with_a_workspace_of_unknown_size_are_refused() -> None:
         predict_peak(cross_entropy(model), images(12, 64)(4), models=model)
 
 
-def test_the_next_micro_batch_is_on_its_way_to_a_device() -> None:
+def test_the_next_micro_batch_is_copied_to_the_device() -> None:
     batch = images(64)(4)
     assert _on_device(batch, None) == (batch, None)
     assert _on_device(batch, torch.device("cpu"))[1] is None
@@ -319,7 +319,7 @@ def test_cuda() -> None:
     model, batch = Transformer().cuda(), text(1024)(4 * SAMPLES)
     optimizer, loss_fn, cuda = adamw()(model), cross_entropy(model), torch.device("cuda")
     on_device = {name: leaf[:SAMPLES].cuda() for name, leaf in batch.items()}
-    loss_fn(on_device).backward()  # the libraries' workspaces, which stay
+    loss_fn(on_device).backward()  # allocates the libraries' workspaces, which stay
     model.zero_grad()
     microbatch = {name: leaf[:SAMPLES] for name, leaf in batch.items()}
     peak = predict_peak(loss_fn, microbatch, models=model, optimizers=optimizer, device=cuda)
@@ -329,7 +329,7 @@ def test_cuda() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_an_unavailable_device_is_refused() -> None:
     model = mlp()
     with pytest.raises(InputError, match=r"device='cuda' is not available"):
         predict_peak(cross_entropy(model), images(64)(4), models=model, device=torch.device("cuda"))
@@ -383,8 +383,8 @@ def test_weights_that_the_loss_returns() -> None:
     assert pair == plain
 
 
-def test_two_models_one_of_them_owned() -> None:
-    """The backward of other parameters is restricted: what it would allocate is not allocated."""
+def test_two_models_with_one_in_the_optimizer() -> None:
+    """The backward is restricted to parameters of the optimizer, and allocates no other gradients."""
     model, other = mlp(), nn.Linear(10, 1000)
     batch = images(64)(SAMPLES)
 
@@ -398,7 +398,7 @@ def test_two_models_one_of_them_owned() -> None:
     assert peak.bytes == pytest.approx(most_alive(accumulate, batch), rel=WITHIN)
 
 
-def test_a_compiled_model_is_not_compiled_for_it() -> None:
+def test_a_prediction_does_not_compile_a_compiled_model() -> None:
     model, batch = mlp(), images(64)(SAMPLES)
     compiled_graphs: list[int] = []
 
@@ -411,7 +411,7 @@ def test_a_compiled_model_is_not_compiled_for_it() -> None:
     assert predict_peak(cross_entropy(compiled), batch, models=model) == plain
     assert compiled_graphs == []
     cross_entropy(compiled)(batch)
-    assert compiled_graphs, "the model is compiled by a real run, so the test is not vacuous"
+    assert compiled_graphs, "premise: a real run compiles the model"
 
 
 def test_within_no_grad_and_an_enclosing_autocast() -> None:
@@ -424,20 +424,20 @@ def test_within_no_grad_and_an_enclosing_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         real = loss_fn(batch)
         assert predict_peak(loss_fn, batch, models=model).activations != plain.activations
-        assert torch.equal(loss_fn(batch), real)  # no cast of a fake is left in autocast's cache
+        assert torch.equal(loss_fn(batch), real)  # autocast's cache holds no cast of a fake tensor
 
 
-def test_a_micro_batch_of_views_counts_nothing() -> None:
+def test_a_micro_batch_of_views_adds_no_memory() -> None:
     model, batch = mlp(), images(64)(64)
-    part = {name: leaf[8:16] for name, leaf in batch.items()}
-    alone = {name: leaf.clone() for name, leaf in part.items()}
-    assert predict_peak(cross_entropy(model), part, models=model) == predict_peak(
+    views = {name: leaf[8:16] for name, leaf in batch.items()}
+    alone = {name: leaf.clone() for name, leaf in views.items()}
+    assert predict_peak(cross_entropy(model), views, models=model) == predict_peak(
         cross_entropy(model), alone, models=model
     )
 
 
 def test_distributed_data_parallel_does_not_communicate(tmp_path: Path) -> None:
-    """In another process, for a process group is the process's own."""
+    """The test runs in another process, because a process group is global."""
     code = """
         import sys, torch
         from torch import nn
@@ -465,11 +465,11 @@ def test_distributed_data_parallel_does_not_communicate(tmp_path: Path) -> None:
 
 def fakes_alive() -> set[int]:
     gc.collect()
-    # `type`, not `isinstance`: some objects make something of being asked for their class.
+    # `type`, not `isinstance`, which has side effects on some objects.
     return {id(thing) for thing in gc.get_objects() if type(thing).__name__ in ("FakeTensor", "_Faking")}
 
 
-def test_no_fake_stays_alive() -> None:
+def test_no_fake_tensor_stays_alive() -> None:
     model, batch = mlp(), images(64)(SAMPLES)
     optimizer = adamw()(model)
     before = fakes_alive()  # a compiler has its own
@@ -477,7 +477,7 @@ def test_no_fake_stays_alive() -> None:
     assert fakes_alive() <= before
 
 
-def test_a_scripted_module_is_refused_before_anything_is_exchanged() -> None:
+def test_a_scripted_module_is_refused_before_any_parameter_is_replaced() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         model = nn.Sequential(nn.Linear(64, 10), torch.jit.script(nn.Linear(10, 10)), nn.Linear(10, 10))
@@ -504,7 +504,7 @@ def test_a_scripted_module_is_refused_before_anything_is_exchanged() -> None:
     ],
     ids=["vmap", "functional_call", "gradient penalty"],
 )
-def test_functions_of_functions(loss_of: Callable[[nn.Module, Tensor], Any]) -> None:
+def test_function_transforms(loss_of: Callable[[nn.Module, Tensor], Any]) -> None:
     model, batch = mlp(), torch.randn(64, 64)
     peak = predict_peak(lambda x: loss_of(model, x), batch, models=model)
     real = peak_bytes(lambda: loss_of(model, batch).backward())

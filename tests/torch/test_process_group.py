@@ -1,4 +1,4 @@
-"""A restart finds keys of the attempt before in torchrun's store, and does not wait for its dead ranks."""
+"""A restart finds keys of the previous attempt in torchrun's store, but does not wait for dead ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ os._exit(0)
 def start(
     store: TCPStore, rank: int, ranks: int, imported: str, *, timeout: int, then: str = ""
 ) -> subprocess.Popen[str]:
-    """Start a rank as torchrun does: the store is the agent's, and outlives it."""
+    """Start a rank as torchrun does: the store belongs to the agent and outlives the rank."""
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(imported=imported, timeout=timeout, then=then)],
         env={
@@ -63,11 +63,11 @@ def line_of(program: subprocess.Popen[str]) -> str:
 
 
 def restarted(imported: str, *, ranks: int, timeout: int) -> list[tuple[int | None, str]]:
-    """Kill two ranks that have met, and start again, rank 0 last; return how each rank has ended."""
+    """Kill two connected ranks and start again, rank 0 last; return each rank's exit code and output."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(minutes=2))
     first = [start(store, rank, 2, imported, timeout=120, then="time.sleep(600)") for rank in range(2)]
     for each in first:
-        assert [line_of(each), line_of(each)] == ["begins", "ranks: 2"], "the premise: they have met"
+        assert [line_of(each), line_of(each)] == ["begins", "ranks: 2"], "premise: they are connected"
     for each in first:
         each.send_signal(signal.SIGKILL)
         each.communicate()
@@ -76,18 +76,18 @@ def restarted(imported: str, *, ranks: int, timeout: int) -> list[tuple[int | No
         assert line_of(each) == "begins"
     time.sleep(2.0)  # the others read before rank 0 writes
     again.insert(0, start(store, 0, ranks, imported, timeout=timeout))
-    said = [each.communicate(timeout=240)[0] for each in again]
-    return [(each.returncode, text) for each, text in zip(again, said, strict=True)]
+    output = [each.communicate(timeout=240)[0] for each in again]
+    return [(each.returncode, text) for each, text in zip(again, output, strict=True)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_restart_joins(ranks: int) -> None:
-    for code, said in restarted(OURS, ranks=ranks, timeout=120):
-        assert code == 0, said
-        assert f"ranks: {ranks}" in said
+    for code, output in restarted(OURS, ranks=ranks, timeout=120):
+        assert code == 0, output
+        assert f"ranks: {ranks}" in output
 
 
-def test_the_premise_a_restart_with_init_process_group_does_not() -> None:
+def test_premise_a_restart_with_init_process_group_fails() -> None:
     assert all(code != 0 for code, _ in restarted(TORCHS, ranks=2, timeout=6))
 
 
@@ -95,9 +95,9 @@ def test_a_rank_that_does_not_start_is_named() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(minutes=2))
     for rank, missing in ((0, "Rank 1"), (1, "Rank 0")):
         alone = start(store, rank, 2, OURS, timeout=2)
-        said = alone.communicate(timeout=120)[0]
+        output = alone.communicate(timeout=120)[0]
         assert alone.returncode == 1
-        assert f"RankError: {missing} has not started within 2 s. Look for its error in the output" in said
+        assert f"RankError: {missing} has not started within 2 s. Look for its error in the output" in output
 
 
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

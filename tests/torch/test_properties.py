@@ -1,4 +1,4 @@
-"""Drawn windows, weights and models: whatever hypothesis thinks of, the update is that of the large batch."""
+"""Windows, weights and models drawn by hypothesis: the update is that of the large batch."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_any_split_of_any_batch(
 def test_any_windows_under_any_schedule(sizes: list[int], steps: list[int], seed: int) -> None:
     loader = [rows(size, 1, seed=seed + number)[0] for number, size in enumerate(sizes)]
     grouped = list(windows(loader, lambda update: steps[update % len(steps)]))
-    assume(any(len(mb[0]) > 1 for mb in grouped[0]))  # or the first window cannot be checked, and says so
-    batches = [tuple(torch.cat(parts) for parts in zip(*window, strict=True)) for window in grouped]
+    assume(any(len(mb[0]) > 1 for mb in grouped[0]))  # else the first window cannot be checked, and warns
+    batches = [tuple(torch.cat(leaves) for leaves in zip(*window, strict=True)) for window in grouped]
     train_both(lambda: net(seed, 5, torch.float64), mse, batches, optimizer, windows=grouped).check()
 
 
@@ -127,7 +127,7 @@ def test_any_token_counts(lengths: list[int], size: int | TokenBudget, returned:
         loss_fn,
         microbatch_size=size,
         weight="returned" if returned else count,
-        check=False,  # with few tokens the check may have nothing to look at, and says so
+        check=False,  # with few tokens the check may have no probe, and warns
     )
     update = accumulate(batch)
     assert update.weight == sum(lengths)
@@ -178,7 +178,7 @@ def test_any_sample_weights(weights: list[float], size: int, seed: int) -> None:
 def test_any_order_of_updates_breaks_and_exceptions(
     order: list[str], size: int, into: Any, data: st.DataObject
 ) -> None:
-    """What was left leaves no trace: only the updates that were made count."""
+    """Windows that were left early leave no trace: only the updates that were made count."""
     batches = rows(6, len(order))
     reference, model = net(0, 5, torch.float64), net(0, 5, torch.float64)
     start = start_of(reference)
@@ -212,12 +212,12 @@ def test_any_order_of_updates_breaks_and_exceptions(
 @given(cuts=st.lists(st.integers(1, 11), max_size=6), dtype=DTYPES, seed=SEEDS)
 @FEWER
 def test_any_two_splits_of_one_batch_agree(cuts: list[int], dtype: torch.dtype, seed: int) -> None:
-    """Split invariance, with sizes that no accumulator would choose itself."""
+    """Split invariance holds for sizes that no accumulator would choose."""
     batch = rows(12, 1, dtype, seed=seed)[0]
     edges = [0, *sorted(set(cuts)), 12]
     sizes = [stop - start for start, stop in pairwise(edges)]
-    parts = [part.split(sizes) for part in batch]
-    window = Window(zip(*parts, strict=True))
+    leaves = [leaf.split(sizes) for leaf in batch]
+    window = Window(zip(*leaves, strict=True))
     assume(max(sizes) > 1)
     both: Both = train_both(lambda: net(seed, 6, dtype), mse, [batch], optimizer, windows=[window])
     both.check(TOLERANCE[dtype])

@@ -1,4 +1,4 @@
-"""Python's generator is as before a window that failed, whatever it was drawn for between windows."""
+"""A failed window restores Python's generator, whatever was drawn between windows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from superbatch.torch import Accumulator, fastpaths
 DRAWS = {
     "nothing": lambda: None,
     "a number": random.random,
-    "a normal number, whose second one is held back": lambda: random.gauss(0.0, 1.0),
+    "a normal number, with the second one cached": lambda: random.gauss(0.0, 1.0),
     "two normal numbers": lambda: [random.gauss(0.0, 1.0), random.gauss(0.0, 1.0)],
     "a new seed": lambda: random.seed(5),
     "more numbers than the state has words": lambda: [random.random() for _ in range(700)],
@@ -23,25 +23,25 @@ DRAWS = {
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def seeded() -> Iterator[None]:
     state = random.getstate()
     random.seed(0)
     yield
     random.setstate(state)
 
 
-@pytest.fixture(params=["memory is compared", "memory is laid out otherwise"])
+@pytest.fixture(params=["known memory layout", "unknown memory layout"])
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "memory is laid out otherwise":
+    if request.param == "unknown memory layout":
         monkeypatch.setattr(fastpaths, "python_memory", lambda: None)
     else:
-        assert fastpaths.python_memory() is not None, "the premise: this interpreter's layout is known"
+        assert fastpaths.python_memory() is not None, "premise: this interpreter's layout is known"
 
 
 @pytest.mark.parametrize("between", DRAWS)
 @pytest.mark.parametrize("inside", DRAWS)
 @pytest.mark.usefixtures("layout")
-def test_a_failed_window_leaves_the_generator_as_it_was(between: str, inside: str) -> None:
+def test_a_failed_window_restores_the_generator(between: str, inside: str) -> None:
     model = nn.Linear(2, 1)
     factor = 1.0
 
@@ -65,5 +65,5 @@ def test_a_failed_window_leaves_the_generator_as_it_was(between: str, inside: st
         if inside != "nothing":
             loss_fn(torch.ones(1, 2))
             moved = random.getstate() != before
-            assert moved or inside == "a new seed", "the premise: the loss draws"
+            assert moved or inside == "a new seed", "premise: the loss draws"
             random.setstate(before)

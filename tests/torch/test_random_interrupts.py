@@ -1,4 +1,4 @@
-"""Ctrl-C at random times of a window, sent as a terminal does: all is as before it or as after it."""
+"""Ctrl-C at random times of a window, sent as a terminal does: the window is rolled back or complete."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.torch.interrupted_windows import MODES
 from tests.torch.states import assert_unchanged
 from tests.torch.test_interrupt_sweep import trained, undisturbed
 
-SIGNALS = 78  # in each of 13 modes: a thousand
-WINDOWS = 1  # made before the one that is interrupted
+SIGNALS = 78  # in each of 13 modes: about a thousand
+WINDOWS = 1  # before the interrupted one
 
 
 def duration(mode: str) -> float:
@@ -34,7 +34,7 @@ def duration(mode: str) -> float:
 
 
 def wrong_after(mode: str, delay: float) -> tuple[str | None, bool]:
-    """Interrupt a window after so many seconds; return what is wrong, and if the window was left early."""
+    """Interrupt a window after `delay` seconds; return an error, if any, and whether it ended early."""
     run = trained(mode, WINDOWS)
     before = run.state()
     finished, swallowed, sent = False, list[object](), list[bool]()
@@ -50,12 +50,12 @@ def wrong_after(mode: str, delay: float) -> tuple[str | None, bool]:
             sender.start()
             run.update(WINDOWS)
             finished = True
-            while not sent:  # an interrupt inside join() may be a RuntimeError of Python's
+            while not sent:  # an interrupt inside join() may raise a RuntimeError
                 time.sleep(0.001)
             end = time.monotonic() + 1.0
             while not swallowed and time.monotonic() < end:
                 time.sleep(0.01)
-            # Python itself ignores what is raised in a callback of the garbage collector: others have some.
+            # Python ignores exceptions in callbacks of the garbage collector, which other packages install.
             assert swallowed, "the signal was lost"
         sender.join()
     finally:
@@ -64,47 +64,46 @@ def wrong_after(mode: str, delay: float) -> tuple[str | None, bool]:
     made = run.accumulate.updates - WINDOWS
     try:
         if run.owned and not made:
-            run.accumulate.discard()  # in case Python had not begun to run the end of the block
+            run.accumulate.discard()  # if Python had not begun to run __exit__
         after = run.state()
         run.reseed()
         run.update(2)
-        as_it_should_be, following = undisturbed(mode, WINDOWS + made)
-        assert_unchanged(as_it_should_be if made else before, after)
+        expected, following = undisturbed(mode, WINDOWS + made)
+        assert_unchanged(expected if made else before, after)
         assert_unchanged(following, run.state())
     except (AssertionError, SuperbatchError) as error:
         return f"after {1e3 * delay:.2f} ms, made {made}: {error}", not finished
     return None, not finished
 
 
-def hunt(mode: str, signals: int) -> None:
+def interrupt_at_random_times(mode: str, signals: int) -> None:
     length, draw = duration(mode), random.Random(mode)
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # a window is over before the sender's thread would get its turn
+    sys.setswitchinterval(1e-5)  # else a window ends before the sender's thread runs
     try:
         found = [wrong_after(mode, draw.uniform(0.0, 1.1 * length)) for _ in range(signals)]
-        while signals == SIGNALS and early(found) <= signals // 4 and len(found) < 8 * signals:
-            found.append(
-                wrong_after(mode, draw.uniform(0.0, 0.3 * length))
-            )  # other programs delay the sender
+        while signals == SIGNALS and count_early(found) <= signals // 4 and len(found) < 8 * signals:
+            # Other programs delay the sender.
+            found.append(wrong_after(mode, draw.uniform(0.0, 0.3 * length)))
     finally:
         sys.setswitchinterval(before)
     wrong = [text for text, _ in found if text is not None]
     assert not wrong, f"{len(wrong)} of {signals}:\n" + "\n".join(wrong[:10])
     if signals == SIGNALS:
-        assert early(found) > signals // 4, "the premise: windows were interrupted"
+        assert count_early(found) > signals // 4, "premise: windows were interrupted"
 
 
-def early(found: list[tuple[str | None, bool]]) -> int:
-    """Return how many windows were left early."""
+def count_early(found: list[tuple[str | None, bool]]) -> int:
+    """Return the number of windows that ended early."""
     return sum(left for _, left in found)
 
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_interrupted_at_two_random_times(mode: str) -> None:
-    hunt(mode, 2)
+    interrupt_at_random_times(mode, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(MODES))
 def test_interrupted_at_random_times(mode: str) -> None:
-    hunt(mode, SIGNALS)
+    interrupt_at_random_times(mode, SIGNALS)

@@ -1,4 +1,4 @@
-"""A sum, a total and a bound of the weight: the update is that of the large batch, weight 0 included."""
+"""Sums, totals and bounded weights: the update is that of the large batch, also with weight 0."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 def images(found: list[int], *, seed: int = 0) -> Batch:
-    """Images with so many objects each, as RetinaNet sees them: a loss without objects too."""
+    """Images with the given numbers of objects, as for RetinaNet: also those without have a loss."""
     x, y = rows(len(found), updates=1, seed=seed + 2)[0]
     return x, y, torch.tensor(found, dtype=torch.float64)
 
 
 def focal_sum(model: nn.Module, batch: Batch) -> Tensor:
-    """Each image has a loss over its background, besides that over its objects."""
+    """Sum over images of a loss over their objects and one over their background."""
     x, y, objects = batch
     return ((model(x) - y).square().sum(1) * (objects + 0.5)).sum()
 
@@ -35,13 +35,13 @@ def count(batch: Batch) -> float:
     return float(batch[2].sum())
 
 
-def parts(batch: Batch, *sizes: int) -> list[Batch]:
+def split_batch(batch: Batch, *sizes: int) -> list[Batch]:
     assert sum(sizes) == len(batch[0])
-    columns = [part.split(list(sizes)) for part in batch]
+    columns = [leaf.split(list(sizes)) for leaf in batch]
     return [(x, y, o) for x, y, o in zip(*columns, strict=True)]
 
 
-def trained(batch: Batch, window: Any, objective: Any, **options: Any) -> None:
+def assert_exact(batch: Batch, window: Any, objective: Any, **options: Any) -> None:
     reference = mlp()
     model = copy.deepcopy(reference)
     start = start_of(reference)
@@ -60,9 +60,9 @@ WEIGHTS: dict[str, Any] = {"function": count, "returned": "returned"}
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_a_microbatch_of_weight_0_is_in_the_sum(weight: str, order: tuple[int, ...]) -> None:
     batch = images([3, 0, 0, 1, 2])
-    pieces = parts(batch, 1, 2, 2)
-    assert [count(piece) for piece in pieces] == [3.0, 0.0, 3.0]
-    assert focal_sum(mlp(), pieces[1]) > 0
+    microbatches = split_batch(batch, 1, 2, 2)
+    assert [count(mb) for mb in microbatches] == [3.0, 0.0, 3.0]
+    assert focal_sum(mlp(), microbatches[1]) > 0
     options: dict[str, Any] = {"reduction": "sum", "weight": WEIGHTS[weight]}
     if weight == "returned":
         model = mlp()
@@ -80,7 +80,7 @@ def test_a_microbatch_of_weight_0_is_in_the_sum(weight: str, order: tuple[int, .
         )
     reference, start = mlp(), start_of(mlp())
     seen = large_batch(sgd(reference.parameters()), lambda b: focal_sum(reference, b) / count(b), [batch])
-    update = accumulate(Window([pieces[i] for i in order]))
+    update = accumulate(Window([microbatches[i] for i in order]))
     assert_same_parameters(reference, model, 1e-12, start=start)
     assert update.loss == pytest.approx(seen.losses[0], rel=1e-12)
     assert update.grad_norm == pytest.approx(seen.norms[0], rel=1e-12)
@@ -88,11 +88,11 @@ def test_a_microbatch_of_weight_0_is_in_the_sum(weight: str, order: tuple[int, .
 
 
 @pytest.mark.parametrize("into", ["grad", "momentum"])
-def test_weight_0_in_a_sum_in_every_place(into: Any) -> None:
+def test_weight_0_in_a_sum_with_every_gradient_sum(into: Any) -> None:
     batch = images([3, 0, 0, 1, 2])
-    trained(
+    assert_exact(
         batch,
-        Window(parts(batch, 1, 2, 2)),
+        Window(split_batch(batch, 1, 2, 2)),
         lambda model, b: focal_sum(model, b) / count(b),
         reduction="sum",
         weight=count,
@@ -102,9 +102,9 @@ def test_weight_0_in_a_sum_in_every_place(into: Any) -> None:
 
 def test_a_single_image_without_objects_passes_the_check() -> None:
     batch = images([0, 0, 0, 4, 1, 0])
-    trained(
+    assert_exact(
         batch,
-        Window(parts(batch, 3, 3)),
+        Window(split_batch(batch, 3, 3)),
         lambda model, b: focal_sum(model, b) / count(b),
         reduction="sum",
         weight=count,
@@ -115,7 +115,7 @@ def test_a_single_image_without_objects_passes_the_check() -> None:
 def test_mutant_that_leaves_weight_0_out_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(normalize, "takes_part", lambda weight, *, reduction: weight != 0)
     with pytest.raises(AssertionError, match="not the update of the large batch"):
-        test_weight_0_in_a_sum_in_every_place("grad")
+        test_weight_0_in_a_sum_with_every_gradient_sum("grad")
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -131,9 +131,9 @@ def test_a_sum_without_any_weight_raises_and_names_the_bound(weight: str) -> Non
         model, sgd(model.parameters()), loss_fn, reduction="sum", weight=WEIGHTS[weight], check=False
     )
     with pytest.raises(LossSpecError, match=r"weight of the window is 0.*weight=at_least\(1, \.\.\.\)"):
-        accumulate(Window(parts(images([0, 0, 0]), 1, 2)))
+        accumulate(Window(split_batch(images([0, 0, 0]), 1, 2)))
     assert all(torch.equal(p, start[n]) and p.grad is None for n, p in model.named_parameters())
-    assert accumulate(Window(parts(images([0, 2, 0]), 1, 2))).made
+    assert accumulate(Window(split_batch(images([0, 2, 0]), 1, 2))).made
 
 
 def test_a_sum_of_zeros_without_weight_is_no_update() -> None:
@@ -147,7 +147,7 @@ def test_a_sum_of_zeros_without_weight_is_no_update() -> None:
         weight=count,
         check=False,
     )
-    update = accumulate(Window(parts(images([0, 0, 0]), 1, 2)))
+    update = accumulate(Window(split_batch(images([0, 0, 0]), 1, 2)))
     assert not update.made
     assert "no weight" in str(update.skipped)
     assert update.weight == 0
@@ -177,14 +177,14 @@ def test_at_least_is_a_clamp(found: list[int], weight: str) -> None:
         weight=at_least(bound, WEIGHTS[weight]),
         check=False,
     )
-    update = accumulate(Window(parts(batch, 1, 2)))
+    update = accumulate(Window(split_batch(batch, 1, 2)))
     assert_same_parameters(reference, model, 1e-12, start=start)
     assert update.loss == pytest.approx(seen.losses[0], rel=1e-12)
     assert update.weight == max(sum(found), bound)
 
 
 def with_nan(mb: Batch, value: Tensor) -> Tensor:
-    """NaN for the micro-batch of weight 0."""
+    """Replace the value by NaN for a micro-batch of weight 0."""
     return value * math.nan if not count(mb) else value
 
 
@@ -206,7 +206,7 @@ def test_nan_of_weight_0_is_left_out_of_a_mean() -> None:
     kept = tuple(column[[0, 3, 4]] for column in batch)
     reference, start = mlp(), start_of(mlp())
     large_batch(sgd(reference.parameters()), lambda b: focal_sum(reference, b) / count(b), [kept])
-    assert accumulate(Window(parts(batch, 1, 2, 2))).made
+    assert accumulate(Window(split_batch(batch, 1, 2, 2))).made
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
@@ -214,21 +214,21 @@ def test_nan_of_weight_0_in_a_sum_is_not_finite() -> None:
     accumulate, model, batch = _with_a_nan_of_weight_0("sum")
     start = start_of(model)
     with pytest.raises(NonFiniteError, match="micro-batch 1"):
-        accumulate(Window(parts(batch, 1, 2, 2)))
+        accumulate(Window(split_batch(batch, 1, 2, 2)))
     assert all(torch.equal(p, start[n]) for n, p in model.named_parameters())
     accumulate, model, batch = _with_a_nan_of_weight_0("sum", nonfinite="skip_update")
-    update = accumulate(Window(parts(batch, 1, 2, 2)))
+    update = accumulate(Window(split_batch(batch, 1, 2, 2)))
     assert not update.made
     accumulate, model, batch = _with_a_nan_of_weight_0("sum", nonfinite="skip_microbatch")
     kept = tuple(column[[0, 3, 4]] for column in batch)
     reference, start = mlp(), start_of(mlp())
     large_batch(sgd(reference.parameters()), lambda b: focal_sum(reference, b) / count(b), [kept])
-    update = accumulate(Window(parts(batch, 1, 2, 2)))
+    update = accumulate(Window(split_batch(batch, 1, 2, 2)))
     assert update.dropped == (1,)
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_noise_leaves_a_window_out_where_weight_0_took_part() -> None:
+def test_noise_leaves_out_a_window_with_a_microbatch_of_weight_0() -> None:
     model = mlp()
     accumulate = Accumulator(
         model,
@@ -239,15 +239,15 @@ def test_noise_leaves_a_window_out_where_weight_0_took_part() -> None:
         observers=[NoiseMeter(every=1)],
         check=False,
     )
-    assert accumulate(Window(parts(images([3, 0, 0, 1, 2]), 1, 2, 2))).made
+    assert accumulate(Window(split_batch(images([3, 0, 0, 1, 2]), 1, 2, 2))).made
     assert accumulate.noise is not None
     assert "weight 0" in repr(accumulate.noise) or accumulate.noise.windows == 0
 
 
-def test_a_total_is_divided_by_nothing() -> None:
+def test_a_total_is_not_divided() -> None:
     for size in (1, 2, 5):
         batch = images([3, 0, 0, 1, 2])
-        trained(batch, batch, focal_sum, reduction="total", microbatch_size=size, check=size > 1)
+        assert_exact(batch, batch, focal_sum, reduction="total", microbatch_size=size, check=size > 1)
     model, reference = mlp(), mlp()
     seen = large_batch(sgd(reference.parameters()), lambda b: focal_sum(reference, b), [batch])
     update = Accumulator(
@@ -257,7 +257,7 @@ def test_a_total_is_divided_by_nothing() -> None:
     assert update.weight == 1
 
 
-def test_a_total_of_things_that_cannot_be_counted() -> None:
+def test_a_total_of_batches_without_a_length() -> None:
     model, reference = mlp(), mlp()
     batch = images([3, 0, 0, 1, 2])
     start = start_of(reference)
@@ -275,11 +275,11 @@ def test_a_total_of_things_that_cannot_be_counted() -> None:
         check=False,
         device=None,
     )
-    accumulate(Window([Opaque(part) for part in parts(batch, 1, 2, 2)]))
+    accumulate(Window([Opaque(mb) for mb in split_batch(batch, 1, 2, 2)]))
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_a_mean_declared_as_a_total_is_found() -> None:
+def test_a_mean_declared_as_a_total_is_detected() -> None:
     model = mlp()
     accumulate = Accumulator(
         model,
@@ -307,7 +307,7 @@ def test_a_mean_declared_as_a_total_is_found() -> None:
         ({"reduction": ["sum"]}, "not a reduction"),
     ],
 )
-def test_refused(options: dict[str, Any], text: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], text: str) -> None:
     model = mlp()
     with pytest.raises(InputError, match=text):
         Accumulator(model, sgd(model.parameters()), lambda mb: focal_sum(model, mb), **options)

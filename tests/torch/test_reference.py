@@ -1,4 +1,4 @@
-"""The definition of the update: it is the large batch, and the Accumulator is it."""
+"""The reference definition of the update agrees with the large batch and with the Accumulator."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Batch = tuple[Tensor, Tensor, Tensor]
 SIZES = (1, 4, 2, 3)
 
 
-def batch_of() -> Batch:
-    """Samples of unequal counts; those of the third micro-batch count nothing."""
+def make_batch() -> Batch:
+    """Samples with unequal counts; those of the third micro-batch are 0."""
     x, y = rows(10, updates=1)[0]
     return x, y, torch.tensor([2, 1, 0, 3, 1, 0, 0, 1, 5, 2], dtype=torch.float64)
 
@@ -28,7 +28,7 @@ def counted_sum(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def counted_mean(model: nn.Module, batch: Batch) -> Tensor:
-    return counted_sum(model, batch) / batch[2].sum()  # NaN where nothing counts
+    return counted_sum(model, batch) / batch[2].sum()  # NaN if all counts are 0
 
 
 def background_sum(model: nn.Module, batch: Batch) -> Tensor:
@@ -42,8 +42,8 @@ LOSSES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def microbatches() -> list[Batch]:
-    columns = [part.split(list(SIZES)) for part in batch_of()]
+def make_microbatches() -> list[Batch]:
+    columns = [leaf.split(list(SIZES)) for leaf in make_batch()]
     return [(x, y, count) for x, y, count in zip(*columns, strict=True)]
 
 
@@ -55,17 +55,17 @@ def assert_close(found: list[Tensor], wanted: Any) -> None:
 
 @pytest.mark.parametrize("reduction", LOSSES)
 def test_the_definition_the_large_batch_and_the_accumulator(reduction: Any) -> None:
-    model, parts = mlp(), microbatches()
+    model, microbatches = mlp(), make_microbatches()
     loss, objective = LOSSES[reduction]
-    weights = [float(part[2].sum()) for part in parts]
+    weights = [float(mb[2].sum()) for mb in microbatches]
     assert weights[2] == 0
     assert len(set(weights)) == 4
     found, value = reference.gradient(
-        model.parameters(), parts, [(reduction, lambda b: loss(model, b), weights)]
+        model.parameters(), microbatches, [(reduction, lambda b: loss(model, b), weights)]
     )
-    whole = objective(model, batch_of())
-    assert value == pytest.approx(whole.item(), rel=1e-12)
-    assert_close(found, torch.autograd.grad(whole, list(model.parameters())))
+    expected = objective(model, make_batch())
+    assert value == pytest.approx(expected.item(), rel=1e-12)
+    assert_close(found, torch.autograd.grad(expected, list(model.parameters())))
     optimizer, seen = sgd(model.parameters()), list[Tensor]()
     optimizer.register_step_pre_hook(
         lambda *_: seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
@@ -78,23 +78,25 @@ def test_the_definition_the_large_batch_and_the_accumulator(reduction: Any) -> N
         weight=None if reduction == "total" else lambda b: float(b[2].sum()),
         check=False,
     )
-    assert accumulate(Window(parts)).loss == pytest.approx(value, rel=1e-12)
+    assert accumulate(Window(microbatches)).loss == pytest.approx(value, rel=1e-12)
     assert_close(seen, found)
 
 
 def test_coupled_samples() -> None:
-    model, parts = mlp(), microbatches()
+    model, microbatches = mlp(), make_microbatches()
 
     def contrast(embeddings: Tensor) -> Tensor:
         return (embeddings @ embeddings.T).logsumexp(1).mean()
 
-    found, value = reference.coupled_gradient(model.parameters(), parts, lambda b: model(b[0]), contrast)
-    whole = contrast(model(batch_of()[0]))
-    assert value == pytest.approx(whole.item(), rel=1e-12)
-    assert_close(found, torch.autograd.grad(whole, list(model.parameters())))
+    found, value = reference.coupled_gradient(
+        model.parameters(), microbatches, lambda b: model(b[0]), contrast
+    )
+    expected = contrast(model(make_batch()[0]))
+    assert value == pytest.approx(expected.item(), rel=1e-12)
+    assert_close(found, torch.autograd.grad(expected, list(model.parameters())))
 
 
-def test_nothing_but_normalize_divides() -> None:
+def test_only_normalize_divides() -> None:
     source = inspect.getsource(reference)
     assert " / " not in "".join(source.split('"""')[::2])  # its docstrings may
     assert len(source.splitlines()) <= 105

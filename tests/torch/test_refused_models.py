@@ -1,4 +1,4 @@
-"""Models that are sharded or reduced in another way are refused by name, before anything changes."""
+"""Models with an unsupported sharding or reduction are refused by name, before anything changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.torch.helpers import mlp, mse, rows
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         yield
@@ -141,7 +141,7 @@ def test_a_sync_that_does_not_fit_the_model_is_refused(sync: Any, text: str) -> 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("way", [{}, {"foreach": True}], ids=["each", "foreach"])
-def test_a_step_of_shards_that_breaks_is_not_taken_for_one_that_did_not_begin(way: dict[str, bool]) -> None:
+def test_a_failed_step_of_shards_is_reported_as_torn(way: dict[str, bool]) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -159,7 +159,7 @@ def test_a_step_of_shards_that_breaks_is_not_taken_for_one_that_did_not_begin(wa
     optimizer.register_step_post_hook(breaks)
     with pytest.raises(OptimizerError, match="some parameters or states have changed, and others have not"):
         accumulate(rows(6)[0])
-    assert not torch.equal(before[0], shards[0].to_local()), "premise: it has stepped"
+    assert not torch.equal(before[0], shards[0].to_local()), "premise: the optimizer has stepped"
 
 
 @pytest.mark.usefixtures("group")

@@ -1,4 +1,4 @@
-"""A rank that cannot make a window tells the others: all raise, none waits, and the next window is made."""
+"""A rank that cannot make a window makes all ranks raise: none waits, and the next window is made."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_a_bad_batch_of_one_rank_raises_on_both(found: list[dict[str, list[str]]
 def test_a_torn_update_of_one_rank_is_refused_on_both_until_a_state_is_loaded(
     found: list[dict[str, list[str]]],
 ) -> None:
-    whole, torn = (of_rank["torn"] for of_rank in found)
-    assert (whole[0], torn[0]) == ("made", "made")
+    intact, torn = (of_rank["torn"] for of_rank in found)
+    assert (intact[0], torn[0]) == ("made", "made")
     assert "torn" in torn[1], "premise: a hook before the step has written to a parameter"
-    assert whole[1].startswith("RankError: Rank 1 failed at the end of its window (OptimizerError: ")
-    assert whole[2].startswith(OTHER.format(1, "OptimizerError: The last update failed"))
+    assert intact[1].startswith("RankError: Rank 1 failed at the end of its window (OptimizerError: ")
+    assert intact[2].startswith(OTHER.format(1, "OptimizerError: The last update failed"))
     assert "torn" in torn[2]
-    assert (whole[3], torn[3]) == ("made", "made")
+    assert (intact[3], torn[3]) == ("made", "made")

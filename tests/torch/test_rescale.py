@@ -1,4 +1,4 @@
-"""`rescale` on torch optimizers: the course of training is kept, all of it is applied or nothing."""
+"""`rescale` on torch optimizers keeps the course of training, and is applied completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from superbatch.torch.tuning.scaling import rescale
 PARTICLES = 4000
 
 
-def drift_and_shake(
+def mean_and_spread(
     make: Callable[[list[Tensor]], Optimizer],
     *,
     batch: int,
@@ -27,7 +27,7 @@ def drift_and_shake(
     noise: float,
     change: Callable[[Optimizer], object] = lambda optimizer: None,
 ) -> tuple[float, float]:
-    """Mean and standard deviation over particles on x^2 / 2, from 2, with gradient noise per sample."""
+    """Mean and standard deviation of particles that start at 2 on x^2 / 2, with gradient noise per sample."""
     generator = torch.Generator().manual_seed(batch)
     x = torch.full((PARTICLES,), 2.0, dtype=torch.float64, requires_grad=True)
     optimizer = make([x])
@@ -42,25 +42,25 @@ def drift_and_shake(
 
 
 @pytest.mark.parametrize("kappa", [4, 16])
-def test_sgd_drifts_and_shakes_as_before(kappa: int) -> None:
+def test_sgd_keeps_mean_and_spread(kappa: int) -> None:
     def make(parameters: list[Tensor]) -> Optimizer:
         return SGD(parameters, lr=0.002)
 
     def change(optimizer: Optimizer) -> None:
         rescale(optimizer, 1, kappa)
 
-    base = drift_and_shake(make, batch=1, samples=512, noise=10.0)
-    ours = drift_and_shake(make, batch=kappa, samples=512, noise=10.0, change=change)
-    # The mean of PARTICLES has an error of sd / 63, their sd one of sd / 89; the rule is off by about
-    # n kappa a^2 / 2 (a = lr h = 0.002, n = 512) in the mean and kappa a / 2 in the sd, relatively.
+    base = mean_and_spread(make, batch=1, samples=512, noise=10.0)
+    ours = mean_and_spread(make, batch=kappa, samples=512, noise=10.0, change=change)
+    # The mean of PARTICLES has an error of sd / 63, their sd one of sd / 89. The rule has relative errors of
+    # about n kappa a^2 / 2 (a = lr h = 0.002, n = 512) in the mean and kappa a / 2 in the sd.
     a = 0.002
     assert abs(ours[0] - base[0]) < 4 * math.sqrt(2) * base[1] / 63 + base[0] * 512 * kappa * a * a / 2
     assert abs(ours[1] / base[1] - 1) < 4 * math.sqrt(2) / 89 + kappa * a
-    still = drift_and_shake(make, batch=kappa, samples=512, noise=10.0)
-    assert still[0] > 1.5 * base[0], "a mutant: the rate left alone"
+    still = mean_and_spread(make, batch=kappa, samples=512, noise=10.0)
+    assert still[0] > 1.5 * base[0], "mutant: unchanged rate"
 
 
-def test_adam_drifts_and_shakes_as_before_in_the_noise() -> None:
+def test_adam_keeps_mean_and_spread_in_the_noise() -> None:
     def make(parameters: list[Tensor]) -> Optimizer:
         return Adam(parameters, lr=0.01, betas=(0.9, 0.999), eps=1e-12)
 
@@ -68,23 +68,23 @@ def test_adam_drifts_and_shakes_as_before_in_the_noise() -> None:
         (done,) = rescale(optimizer, 1, 9)
         assert done.rule == "sqrt"
 
-    base = drift_and_shake(make, batch=1, samples=1800, noise=20.0)
-    ours = drift_and_shake(make, batch=9, samples=1800, noise=20.0, change=change)
-    # Beyond the errors of mean and sd: momentum lags 10 updates, 90 samples instead of 10 at a drift of
-    # lr / noise = 0.0005 per sample, so 4 % of the mean; and it is one update of 200 that starts in full.
+    base = mean_and_spread(make, batch=1, samples=1800, noise=20.0)
+    ours = mean_and_spread(make, batch=9, samples=1800, noise=20.0, change=change)
+    # Besides the errors of mean and sd: momentum lags 10 updates, 90 samples instead of 10. At a drift of
+    # lr / noise = 0.0005 per sample this is 4 % of the mean. The first of 200 updates is a full step.
     assert abs(ours[0] - base[0]) < 4 * math.sqrt(2) * base[1] / 63 + 0.05 * base[0]
     assert abs(ours[1] / base[1] - 1) < 4 * math.sqrt(2) / 89 + 0.05
 
     def linear(optimizer: Optimizer) -> None:
         optimizer.param_groups[0].update(lr=0.09, betas=(0.9, 0.999**9))
 
-    wrong = drift_and_shake(make, batch=9, samples=1800, noise=20.0, change=linear)
-    assert wrong[0] < 0.7 * base[0] and wrong[1] > 1.5 * base[1], "a mutant: linear in kappa"
+    wrong = mean_and_spread(make, batch=9, samples=1800, noise=20.0, change=linear)
+    assert wrong[0] < 0.7 * base[0] and wrong[1] > 1.5 * base[1], "mutant: linear in kappa"
 
 
 @pytest.mark.parametrize("kappa", [1 / 16, 16])
-def test_moments_go_on_from_where_they_are(kappa: float) -> None:
-    """After 20 updates with beta2 = 0.99, 1 - beta2^20 is 0.18: with another beta2 it is another number."""
+def test_moments_keep_their_debiased_value(kappa: float) -> None:
+    """After 20 updates with beta2 = 0.99, 1 - beta2^20 is 0.18; another beta2 gives another debiasing."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(50, dtype=torch.float64))
     optimizer = AdamW([weight], lr=1e-3, betas=(0.9, 0.99), eps=1e-12, amsgrad=True)
@@ -98,7 +98,7 @@ def test_moments_go_on_from_where_they_are(kappa: float) -> None:
 
     before = debiased().clone()
     plain = before * (1 - 0.99**20) / (1 - (0.99**kappa) ** 20)
-    assert not torch.allclose(plain, before, rtol=0.5), "premise: left alone the moment would be far off"
+    assert not torch.allclose(plain, before, rtol=0.5), "premise: an unchanged moment would be far off"
     rescale(optimizer, 16, 16 * kappa, rule="keep")
     torch.testing.assert_close(debiased(), before, rtol=1e-12, atol=0)
     torch.testing.assert_close(
@@ -109,15 +109,14 @@ def test_moments_go_on_from_where_they_are(kappa: float) -> None:
     )
 
 
-def test_a_beta2_that_leaves_the_state_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant: betas changed, moments not."""
+def test_a_mutant_that_changes_only_the_betas_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def only_betas(optimizer: Any, group: Any, *, beta1: float, beta2: float) -> list[Any]:
         return [lambda: group.update(betas=(beta1, beta2))]
 
     monkeypatch.setattr(scaling, "change_betas", only_betas)
     with pytest.raises(AssertionError):
-        test_moments_go_on_from_where_they_are(16)
+        test_moments_keep_their_debiased_value(16)
 
 
 def two_groups(kind: Callable[..., Optimizer], **options: Any) -> Optimizer:
@@ -130,7 +129,7 @@ def two_groups(kind: Callable[..., Optimizer], **options: Any) -> Optimizer:
     return optimizer
 
 
-def everything(optimizer: Optimizer) -> Any:
+def state_of(optimizer: Optimizer) -> Any:
     return copy.deepcopy(optimizer.state_dict())
 
 
@@ -152,13 +151,13 @@ def assert_same(one: Any, other: Any) -> None:
         (lambda group: group.update(weight_decay=math.inf), "weight_decay=inf"),
     ],
 )
-def test_it_is_never_half_applied(spoil: Callable[[dict[str, Any]], object], message: str) -> None:
+def test_rescale_is_never_applied_in_part(spoil: Callable[[dict[str, Any]], object], message: str) -> None:
     optimizer = two_groups(AdamW)
     spoil(optimizer.param_groups[1])
-    before = everything(optimizer)
+    before = state_of(optimizer)
     with pytest.raises(InputError, match=message):
         rescale(optimizer, 8, 64)
-    after = everything(optimizer)
+    after = state_of(optimizer)
     if message == "lr=nan":
         assert math.isnan(after["param_groups"][1].pop("lr")) and math.isnan(
             before["param_groups"][1].pop("lr")
@@ -167,13 +166,13 @@ def test_it_is_never_half_applied(spoil: Callable[[dict[str, Any]], object], mes
 
 
 @pytest.mark.parametrize("wrong", [0, -8, math.nan, math.inf])
-def test_batches_that_are_none(wrong: float) -> None:
+def test_invalid_batch_sizes_are_refused(wrong: float) -> None:
     optimizer = two_groups(SGD)
-    before = everything(optimizer)
+    before = state_of(optimizer)
     for batches in ((wrong, 8), (8, wrong)):
         with pytest.raises(InputError, match="is not a number of samples"):
             rescale(optimizer, *batches)
-    assert_same(before, everything(optimizer))
+    assert_same(before, state_of(optimizer))
 
 
 def test_every_group_is_scaled() -> None:
@@ -184,7 +183,7 @@ def test_every_group_is_scaled() -> None:
     assert {group["momentum"] for group in optimizer.param_groups} == {0.9}
 
 
-def test_decoupled_decay_is_told_from_coupled() -> None:
+def test_only_decoupled_weight_decay_is_scaled() -> None:
     for kind, expected in ((AdamW, 0.2), (Adam, 0.1)):
         optimizer = two_groups(kind, weight_decay=0.1)
         rescale(optimizer, 8, 32)
@@ -201,12 +200,12 @@ def test_rates_in_tensors_stay_tensors() -> None:
     assert float(rate) == pytest.approx(0.2)
 
 
-def test_other_optimizers_get_the_rate_alone_and_by_name() -> None:
+def test_other_optimizers_get_only_the_rate_by_an_explicit_rule() -> None:
     optimizer = two_groups(torch.optim.RMSprop)
-    before = everything(optimizer)
+    before = state_of(optimizer)
     with pytest.raises(OptimizerError, match=r"type RMSprop.*To scale its learning rate only"):
         rescale(optimizer, 8, 32)
-    assert_same(before, everything(optimizer))
+    assert_same(before, state_of(optimizer))
     done = rescale(optimizer, 8, 32, rule="sqrt")
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 1.0]
     assert [group["alpha"] for group in optimizer.param_groups] == [0.99, 0.99]
@@ -231,10 +230,10 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-# Until torch 2.10 SequentialLR gives its schedulers an argument that they warn of (pytorch/pytorch#149392).
+# Until torch 2.10 SequentialLR passes its schedulers an argument that warns (pytorch/pytorch#149392).
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_goes_on_at_the_new_rate(name: str) -> None:
+def test_a_scheduler_continues_at_the_new_rate(name: str) -> None:
     def rates(change_at: int | None) -> list[float]:
         optimizer = two_groups(SGD, momentum=0.9)
         scheduler = SCHEDULERS[name](optimizer)
@@ -248,26 +247,26 @@ def test_a_scheduler_goes_on_at_the_new_rate(name: str) -> None:
         return found
 
     base, scaled = rates(None), rates(7)
-    assert len(set(base)) > 5, "premise: the scheduler does something"
+    assert len(set(base)) > 5, "premise: the scheduler changes the rate"
     assert scaled[:7] == base[:7]
     assert scaled[7:] == pytest.approx([4 * rate for rate in base[7:]], rel=1e-9)
 
 
-def test_a_scheduler_that_was_not_passed_is_asked_for() -> None:
+def test_a_scheduler_that_is_not_passed_is_refused() -> None:
     optimizer = two_groups(SGD)
     other = two_groups(SGD)
     scheduler = lr_scheduler.StepLR(optimizer, 5)
-    before = everything(optimizer)
+    before = state_of(optimizer)
     with pytest.raises(InputError, match="would undo the change"):
         rescale(optimizer, 8, 32)
     with pytest.raises(InputError, match="does not belong to this optimizer"):
         rescale(optimizer, 8, 32, scheduler=lr_scheduler.StepLR(other, 5))
-    assert_same(before, everything(optimizer))
+    assert_same(before, state_of(optimizer))
     rescale(optimizer, 8, 32, scheduler=[scheduler])
     assert scheduler.base_lrs == [0.4, 2.0]
 
 
-def test_the_gain_is_used_where_the_noise_is_known() -> None:
+def test_a_known_noise_scale_selects_the_gain_rule() -> None:
     optimizer = two_groups(SGD)
     (first, _) = rescale(optimizer, 8, 32, noise=24.0)
     assert (first.rule, first.gain, first.ratio) == ("gain", 4 / 1.75, 3.0)

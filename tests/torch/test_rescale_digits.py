@@ -1,5 +1,7 @@
-"""Rules on a real task: digits with batches of 10, and of 40 with settings rescaled or left. The table of
-docs/scaling.md is from here: `./run test -m slow tests/torch/test_rescale_digits.py -s`."""
+"""Scaling rules on digits: batches of 10, and of 40 with rescaled or unchanged settings.
+
+Makes the table of docs/scaling.md: `./run test -m slow tests/torch/test_rescale_digits.py -s`.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ SAMPLES, SEEDS = 20_000, 4
 def loss_after(
     recipe: Recipe, name: str, rate: float, *, batch: int, change: Callable[[Optimizer], object]
 ) -> float:
-    """Mean training loss over seeds after the same samples."""
-    everything, losses = recipe.batch(torch.arange(recipe.samples)), list[float]()
+    """Mean training loss over seeds after a fixed number of samples."""
+    dataset, losses = recipe.batch(torch.arange(recipe.samples)), list[float]()
     setting = Setting(
         arms=(),
         updates=SAMPLES // batch,
@@ -42,15 +44,15 @@ def loss_after(
             loss_fn(recipe.batch(indices)).backward()
             optimizer.step()
         with torch.no_grad():
-            losses.append(float(loss_fn(everything)))
+            losses.append(float(loss_fn(dataset)))
     return statistics.fmean(losses)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rate", "within"),
-    # Momentum, kept, remembers four times the samples. For Adam a batch of 40 is no longer far below the
-    # noise scale (60 to 100 here), where the square root is too little: better than nothing, no more is said.
+    # Unchanged momentum averages over four times the samples. For Adam a batch of 40 is no longer far below
+    # the noise scale (60 to 100 here), where the square root scales too little: its bound is wide.
     [("sgd", 0.02, 1.02), ("momentum", 0.002, 1.05), ("adam", 3e-4, 1.5)],
 )
 def test_the_same_samples_give_about_the_same_loss(name: str, rate: float, within: float) -> None:
@@ -60,4 +62,4 @@ def test_the_same_samples_give_about_the_same_loss(name: str, rate: float, withi
     left = loss_after(recipe, name, rate, batch=40, change=lambda optimizer: None)
     print(f"{name}: batch 10 {base:.3f}, batch 40 rescaled {ours:.3f}, batch 40 left {left:.3f}")
     assert 1 / within < ours / base < within
-    assert left / base > 2, "a mutant: the settings left as they were"
+    assert left / base > 2, "mutant: unchanged settings"

@@ -1,6 +1,6 @@
-"""A window in flight, saved after each of its micro-batches, goes on in fresh objects bit for bit."""
+"""An open window, saved after each of its micro-batches, is resumed bit for bit in new objects."""
 
-# ruff: noqa: PT012  (what raises is the block of a window: the loop in it is the subject)
+# ruff: noqa: PT012  (the block of a window raises, with a loop in it)
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def seed(number: int) -> None:
 
 
 class Task:
-    """Model, optimizer, scheduler, scaler and accumulator as a training script makes them, from one name.
+    """Model, optimizer, scheduler, scaler and accumulator of a training script, chosen by one name.
 
     The forward draws from torch's generator; with "generators" from Python's and NumPy's too.
     """
@@ -110,7 +110,7 @@ class Task:
         torch.save([thing.state_dict() for thing in self.keep], file)
 
     def load(self, file: Path) -> None:
-        # torch.load's default: nothing but tensors and plain containers is read
+        # torch.load's default reads only tensors and plain containers
         for thing, state in zip(self.keep, torch.load(file, weights_only=True), strict=True):
             thing.load_state_dict(state)
 
@@ -120,9 +120,9 @@ class Task:
 
 
 def another_random_state(name: str) -> None:
-    """Start from another random state, as a new process does.
+    """Set another random state, as in a new process.
 
-    Python's and NumPy's are the window's business only where it draws from them.
+    A window restores Python's and NumPy's generators only if it draws from them.
     """
     if name == "generators":
         seed(99)
@@ -149,14 +149,14 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_goes_on_bit_for_bit_from_every_position(name: str, tmp_path: Path):
-    straight = Task(name)
-    batches = straight.batches()
-    expected = [straight.run(batch) for batch in batches]
+def test_a_window_is_resumed_bit_for_bit_from_every_position(name: str, tmp_path: Path):
+    uninterrupted = Task(name)
+    batches = uninterrupted.batches()
+    expected = [uninterrupted.run(batch) for batch in batches]
     assert all(update.made for update in expected)
     if name == "skip_microbatch":
         assert expected[1].dropped == (1,), "premise"
-    final = straight.fingerprint()
+    final = uninterrupted.fingerprint()
     for position in range(MICROBATCHES + 1):
         file = tmp_path / f"{position}.pt"
         first = Task(name)
@@ -167,8 +167,8 @@ def test_goes_on_bit_for_bit_from_every_position(name: str, tmp_path: Path):
         second.load(file)
         assert second.accumulate.updates == 1
         updates = [second.run(batch) for batch in batches[1:]]
-        for update, straight_update in zip(updates, expected[1:], strict=True):
-            assert same_update(update, straight_update), position
+        for update, expected_update in zip(updates, expected[1:], strict=True):
+            assert same_update(update, expected_update), position
         assert_unchanged(final, second.fingerprint())
 
 
@@ -183,10 +183,10 @@ def test_saving_changes_nothing(tmp_path: Path):
     assert_unchanged(ours, theirs)
 
 
-def test_in_a_new_process(tmp_path: Path):
-    straight = Task("dropout")
+def test_a_window_is_resumed_in_a_new_process(tmp_path: Path):
+    uninterrupted = Task("dropout")
     for batch in BATCHES:
-        straight.run(batch)
+        uninterrupted.run(batch)
     first = Task("dropout")
     first.run(BATCHES[0])
     first.run(BATCHES[1], save_at=2, file=tmp_path / "state.pt")
@@ -205,11 +205,11 @@ torch.save(task.model.state_dict(), sys.argv[2])
     done = forked.run(["-c", program, tmp_path / "state.pt", result])
     assert done.returncode == 0, done.stderr
     for name, value in torch.load(result, weights_only=True).items():
-        assert torch.equal(value, straight.model.state_dict()[name]), name
+        assert torch.equal(value, uninterrupted.model.state_dict()[name]), name
 
 
 def test_the_state_does_not_share_memory_with_the_window():
-    """A state that is kept in memory must not move on with the window it was taken from."""
+    """A state that is kept in memory does not change with its window."""
     task = Task("dropout")
     states = []
     with task.accumulate.window(BATCHES[0]) as window:
@@ -226,7 +226,7 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for part in inner for tensor in tensors(part)]
+    return [tensor for element in inner for tensor in tensors(element)]
 
 
 def saved(name: str, tmp_path: Path, position: int = 2) -> Path:
@@ -237,10 +237,10 @@ def saved(name: str, tmp_path: Path, position: int = 2) -> Path:
 
 
 @pytest.mark.parametrize("name", ["dropout", "batchnorm", "momentum", "bfloat16", "sample_rng"])
-def test_another_batch_is_refused_and_the_right_one_still_taken(name: str, tmp_path: Path):
-    straight = Task(name)
+def test_another_batch_is_refused_and_the_right_one_still_accepted(name: str, tmp_path: Path):
+    uninterrupted = Task(name)
     for batch in BATCHES:
-        straight.run(batch)
+        uninterrupted.run(batch)
     file = saved(name, tmp_path)
     task = Task(name)
     task.load(file)
@@ -252,12 +252,12 @@ def test_another_batch_is_refused_and_the_right_one_still_taken(name: str, tmp_p
     assert_unchanged(before, task.fingerprint())
     for batch in BATCHES[1:]:
         task.run(batch)
-    final, expected = task.fingerprint(), straight.fingerprint()
+    final, expected = task.fingerprint(), uninterrupted.fingerprint()
     assert_unchanged(expected, final)
 
 
 @pytest.mark.parametrize("name", ["dropout", "batchnorm", "momentum", "bfloat16", "sample_rng", "generators"])
-def test_a_break_after_the_restart_is_as_before_the_original_window(name: str, tmp_path: Path):
+def test_a_break_after_a_resume_restores_the_state_before_the_window(name: str, tmp_path: Path):
     original = Task(name)
     original.run(BATCHES[0])
     before = original.fingerprint()
@@ -273,7 +273,7 @@ def test_a_break_after_the_restart_is_as_before_the_original_window(name: str, t
     assert_unchanged(before, task.fingerprint())
 
 
-def test_discard_forgets_the_window(tmp_path: Path):
+def test_discard_drops_the_saved_window(tmp_path: Path):
     task = Task("dropout")
     task.load(saved("dropout", tmp_path))
     task.accumulate.discard()
@@ -284,9 +284,9 @@ def test_discard_forgets_the_window(tmp_path: Path):
 
 
 def test_a_loaded_state_can_be_saved_again(tmp_path: Path):
-    straight = Task("dropout")
+    uninterrupted = Task("dropout")
     for batch in BATCHES:
-        straight.run(batch)
+        uninterrupted.run(batch)
     task = Task("dropout")
     task.load(saved("dropout", tmp_path))
     task.save(tmp_path / "again.pt")
@@ -294,12 +294,12 @@ def test_a_loaded_state_can_be_saved_again(tmp_path: Path):
     again.load(tmp_path / "again.pt")
     for batch in BATCHES[1:]:
         again.run(batch)
-    assert_unchanged(straight.fingerprint(), again.fingerprint())
+    assert_unchanged(uninterrupted.fingerprint(), again.fingerprint())
 
 
 @pytest.mark.parametrize("size", [3, None, "largest"])
-def test_a_window_goes_on_in_the_micro_batches_in_which_it_was_saved(size: Any):
-    """Whatever size is stated by then: what is in the sums came from these."""
+def test_a_window_is_resumed_in_its_saved_micro_batches(size: Any):
+    """The saved sums come from these micro-batches, so a new microbatch_size= has no effect on the window."""
 
     def train(resume_with: Any, *, stop: bool) -> tuple[nn.Module, list[int]]:
         seed(4)
@@ -328,13 +328,13 @@ def test_a_window_goes_on_in_the_micro_batches_in_which_it_was_saved(size: Any):
             sizes += run(resume_with, state, None)[1]
         return model, sizes
 
-    straight, resumed = train(3, stop=False), train(size, stop=True)
-    assert straight[1] == resumed[1] == [3, 3, 2, 2]
-    for a, b in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
+    uninterrupted, resumed = train(3, stop=False), train(size, stop=True)
+    assert uninterrupted[1] == resumed[1] == [3, 3, 2, 2]
+    for a, b in zip(uninterrupted[0].parameters(), resumed[0].parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_micro_batches_that_cannot_be_cut_as_the_saved_ones_are_refused():
+def test_a_batch_that_cannot_be_split_as_the_saved_one_is_refused():
     task = Task("plain")
     state: Any = None
     saving = Accumulator(task.model, task.optimizer, microbatch_size=3)
@@ -351,7 +351,7 @@ def test_micro_batches_that_cannot_be_cut_as_the_saved_ones_are_refused():
         resuming.window(BATCHES[0])
 
 
-def test_not_between_forward_and_backward():
+def test_state_dict_raises_between_forward_and_backward():
     task = Task("dropout")
     with task.accumulate.window(BATCHES[0]) as window:
         for number, microbatch in enumerate(window):
@@ -364,7 +364,7 @@ def test_not_between_forward_and_backward():
     assert window.update is not None and window.update.made
 
 
-def test_not_inside_a_window():
+def test_load_state_dict_raises_inside_a_window():
     task = Task("dropout")
     state = task.accumulate.state_dict()
     with task.accumulate.window(BATCHES[0]) as window:
@@ -375,7 +375,7 @@ def test_not_inside_a_window():
     assert window.update is not None and window.update.made
 
 
-def test_between_windows_it_is_the_number_of_updates():
+def test_between_windows_the_state_is_the_number_of_updates():
     task = Task("dropout")
     task.run(BATCHES[0])
     state = task.accumulate.state_dict()
@@ -391,10 +391,8 @@ def test_between_windows_it_is_the_number_of_updates():
     ("saved_as", "resumed_as"),
     [("momentum", "dropout"), ("dropout", "momentum"), ("dropout", "batchnorm"), ("batchnorm", "dropout")],
 )
-def test_another_place_for_the_sums_or_another_model_is_refused(
-    saved_as: str, resumed_as: str, tmp_path: Path
-):
-    """Sums that the new accumulator cannot go on with must not be forgotten silently."""
+def test_another_gradient_sum_or_another_model_is_refused(saved_as: str, resumed_as: str, tmp_path: Path):
+    """Saved sums that the new accumulator cannot use are not dropped silently."""
     state = torch.load(saved(saved_as, tmp_path), weights_only=False)[3]
     task = Task(resumed_as)
     task.run(BATCHES[0])
@@ -455,7 +453,7 @@ def test_other_options_are_refused(saved_with: dict[str, Any], resumed_with: dic
         {"version": 1, "updates": 1, "window": 5},
     ],
 )
-def test_something_else_than_a_state_is_refused(state: Any):
+def test_an_invalid_state_is_refused(state: Any):
     task = Task("dropout")
     task.run(BATCHES[0])
     before = task.fingerprint()

@@ -1,7 +1,7 @@
-"""Streams per sample in a backward whose thread does not see the context variables of the forward's.
+"""Per-sample streams in a backward whose thread lacks the context variables of the forward.
 
-On an accelerator autograd runs backward in threads of its own: modes are handed over, context variables are
-not. An empty context in the same thread is the same to whoever reads them.
+On an accelerator autograd runs the backward in its own threads: modes are passed on, context variables are
+not. An empty context in the same thread has the same effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _in_empty_context(function: Callable[[], Any]) -> Any:
 
 
 def _noisy(x: Tensor, weight: Tensor) -> Tensor:
-    """Times first; no dimension of (time, batch, channels) is clear for every number of samples."""
+    """Dropout on (time, batch, channels), where the sample dimension is not clear for every size."""
     return F.dropout(x.transpose(0, 1) @ weight, 0.5).square().mean((0, 2))
 
 
@@ -72,20 +72,20 @@ def _gradient(loss: Callable[[Tensor, Tensor], Tensor], split: list[int], times:
 
 @pytest.mark.parametrize("loss", [_around, _within], ids=["around", "within"])
 @pytest.mark.parametrize("split", [[8], [4, 4], [4, 3, 1]], ids=str)
-def test_a_recomputed_call_is_read_as_in_the_forward(loss: Any, split: list[int]) -> None:
+def test_a_recomputed_call_has_the_sample_dimension_of_the_forward(loss: Any, split: list[int]) -> None:
     times = [12] * len(split)
     assert torch.allclose(_gradient(loss, split, times), _gradient(_plain, [8], [12]), rtol=1e-12)
 
 
 @pytest.mark.parametrize("loss", [_around, _within], ids=["around", "within"])
 def test_with_other_lengths_in_each_microbatch(loss: Any) -> None:
-    """Sizes that grow along with the number of samples by chance: (16, 4) and (12, 3)."""
+    """By chance the lengths grow with the number of samples: (16, 4) and (12, 3)."""
     split, times = [4, 3, 1], [16, 12, 16]
     assert torch.allclose(_gradient(loss, split, times), _gradient(_plain, split, times), rtol=1e-12)
 
 
-class _Draws(torch.autograd.Function):
-    """Noise that is drawn in the backward."""
+class _NoiseInBackward(torch.autograd.Function):
+    """Identity that multiplies its gradient by noise."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -100,29 +100,29 @@ def _drawn(split: list[int], *, empty: bool) -> Tensor:
     x = torch.randn(12, SAMPLES, 2, dtype=torch.float64)  # time first
     found, first, calls = [], 0, {}
     for size in split:
-        part = x[:, first : first + size].clone().requires_grad_()
+        mb = x[:, first : first + size].clone().requires_grad_()
         with sample_stream(5, first, size, calls=calls), samples_along(1):
-            value = _Draws.apply(part).sum()
+            value = _NoiseInBackward.apply(mb).sum()
             _in_empty_context(value.backward) if empty else value.backward()
-        assert part.grad is not None
-        found.append(part.grad)
+        assert mb.grad is not None
+        found.append(mb.grad)
         first += size
     return torch.cat(found, 1)
 
 
-def test_what_is_drawn_in_the_backward_is_read_as_stated_around_it() -> None:
-    whole = _drawn([8], empty=False)
-    assert len(whole.unique()) > 12 * SAMPLES
-    assert torch.equal(_drawn([4, 4], empty=True), whole)
+def test_draws_in_the_backward_use_the_declared_dimension() -> None:
+    unsplit = _drawn([8], empty=False)
+    assert len(unsplit.unique()) > 12 * SAMPLES
+    assert torch.equal(_drawn([4, 4], empty=True), unsplit)
 
 
-def test_mutant_reads_the_context_of_the_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_that_reads_only_the_context_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def axis(self: Any, key: int, op: str, shape: Any, samples: int, before: Any) -> Any:
         declared = sample_layout._declared.get()
         return sample_layout.sample_axis(op, shape, samples, before, declared)
 
     monkeypatch.setattr(sample_layout.Reading, "axis", axis)
     with pytest.raises(InputError, match=r"More than one dimension of .* could run"):
-        test_a_recomputed_call_is_read_as_in_the_forward(_around, [4, 4])
+        test_a_recomputed_call_has_the_sample_dimension_of_the_forward(_around, [4, 4])
     with pytest.raises(InputError, match=r"More than one dimension of .* could run"):
         _drawn([4, 4], empty=True)

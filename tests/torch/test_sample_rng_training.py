@@ -1,4 +1,4 @@
-"""With `PerSampleRandom` trained weights do not depend on `microbatch_size`, dropout and noise included."""
+"""With `PerSampleRandom` trained weights do not depend on `microbatch_size`, also with dropout and noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = [1, 3, 7, None]
 
 
 def dropouts() -> nn.Sequential:
-    """Two layers of dropout: of one alone, the CPU generator draws the same masks under every split."""
+    """Two layers of dropout: for a single one, the CPU generator draws the same masks under every split."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(4, 6),
@@ -31,7 +31,7 @@ def dropouts() -> nn.Sequential:
 
 
 class Recomputed(nn.Module):
-    """Dropout inside a checkpoint: the backward must draw the same masks again."""
+    """Net with dropout inside a checkpoint: the backward must repeat the masks."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class Recomputed(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Any:
-        if self.reentrant:  # or the block inside would get no gradient
+        if self.reentrant:  # else the checkpoint gets no gradient
             x = x.requires_grad_()
         return self.net[3:](checkpoint(self.net[:3], x, use_reentrant=self.reentrant))
 
 
-class Noisy(nn.Module):
-    """Dropout and Gaussian noise, in training and in the middle of the net."""
+class NoisyNet(nn.Module):
+    """Net with dropout, Gaussian noise at the input and uniform noise at the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Noisy(nn.Module):
 
 MODELS: dict[str, Any] = {
     "dropout": dropouts,
-    "noise": Noisy,
+    "noise": NoisyNet,
     "checkpoint": lambda: Recomputed(reentrant=False),
     "reentrant checkpoint": lambda: Recomputed(reentrant=True),
 }
@@ -82,13 +82,13 @@ def test_the_trained_weights_do_not_depend_on_the_split(name: str) -> None:
     reference = train(make, batches)
     start = start_of(make())
     for size in SIZES:
-        # Two orders of summing, five updates of Adam: float64's last digits.
+        # Another order of summation changes float64's last digits over five updates of Adam.
         assert_same_parameters(reference, train(make, batches, microbatch_size=size), 1e-10, start=start)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_streams_per_sample_they_do(name: str) -> None:
-    """The premise: there is dropout, it is on, and it matters."""
+def test_without_per_sample_streams_weights_depend_on_the_split(name: str) -> None:
+    """Premise: the models have random noise, which changes the weights."""
     make, batches = MODELS[name], rows(10, 5)
     reference, start = train(make, batches, streams=False), start_of(make())
     for size in SIZES[:-1]:
@@ -115,7 +115,7 @@ class DropoutLM(TinyLM):
 
 
 def test_tokens_under_a_budget() -> None:
-    """A micro-batch without tokens is left out, and the streams of the samples behind it stay theirs."""
+    """A micro-batch without tokens is left out, and later samples keep their streams."""
     batches = [tokens([5, 1, 0, 0, 7, 3, 2, 6], seed=seed) for seed in range(3)]
     for batch in batches:
         batch["lengths"] = (batch["labels"] != -100).sum(1)
@@ -130,11 +130,11 @@ def test_tokens_under_a_budget() -> None:
 def test_windows_of_any_micro_batches(sizes: list[int]) -> None:
     batches = rows(10, 3)
     reference, start = train(MODELS["dropout"], batches), start_of(dropouts())
-    windows = [Window(zip(*(part.split(sizes) for part in batch), strict=True)) for batch in batches]
+    windows = [Window(zip(*(leaf.split(sizes) for leaf in batch), strict=True)) for batch in batches]
     assert_same_parameters(reference, train(MODELS["dropout"], windows), 1e-10, start=start)
 
 
-def test_an_update_leaves_the_generator_where_every_other_split_does() -> None:
+def test_the_generator_after_an_update_does_not_depend_on_the_split() -> None:
     """Code between updates draws the same numbers, whatever the split."""
     drawn = []
     for size in SIZES:
@@ -160,10 +160,10 @@ def test_every_window_and_every_sample_draws_anew() -> None:
     accumulate(batch)
     one, two = masks
     assert not torch.equal(one, two)
-    assert len(one.unique(dim=0)) > 4, "the same input, another mask for every sample"
+    assert len(one.unique(dim=0)) > 4, "equal samples get different masks"
 
 
-def test_the_owned_loop() -> None:
+def test_the_users_loop() -> None:
     batches, models = rows(10, 3), []
     for size in (2, 10):
         model = dropouts()
@@ -182,8 +182,8 @@ def test_the_owned_loop() -> None:
     assert_same_parameters(models[0], models[1], 1e-10, start=start_of(dropouts()))
 
 
-def test_a_window_that_was_left_draws_again_what_it_drew() -> None:
-    """After a `break` the next window is the one that was left: its masks are the same."""
+def test_a_window_after_a_break_repeats_the_masks() -> None:
+    """After a `break` the next window draws the masks of the one that was left."""
     models = []
     for leave in (True, False):
         model = dropouts()

@@ -1,4 +1,4 @@
-"""A saved window that was changed: an error in words and nothing moved, or the same update."""
+"""A saved window that was changed raises without any change of state, or gives the same update."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def batch(seed: int) -> Tensor:
 
 
 def saved(mode: str) -> tuple[list[Any], list[Tensor]]:
-    """Return what was saved after two of four micro-batches, and the parameters after the window."""
+    """Return the states after two of four micro-batches, and the parameters after the window."""
     model, optimizer, accumulate, loss_fn = run(mode)
     accumulate(batch(0))
     states: list[Any] = []
@@ -69,12 +69,12 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from paths(value[key], (*path, key))
 
 
-def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+def replace_at(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     key, *rest = path
     if isinstance(value, tuple):
-        return tuple(changed(list(value), path, new))
+        return tuple(replace_at(list(value), path, new))
     if rest:
-        value[key] = changed(value[key], tuple(rest), new)
+        value[key] = replace_at(value[key], tuple(rest), new)
     elif new is DELETED:
         del value[key]
     else:
@@ -82,7 +82,7 @@ def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return value
 
 
-def at(value: Any, path: tuple[Any, ...]) -> Any:
+def value_at(value: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         value = value[key]
     return value
@@ -115,37 +115,39 @@ def outcome(mode: str, states: list[Any], state: Any, expected: list[Tensor]) ->
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_changed_window_is_refused_or_changes_nothing(mode: str, stride: int) -> None:
-    """Every change of every part; by default each fifth, of parts and of changes in turn."""
+    """Make every change of every entry; by default every fifth of them."""
     states, expected = saved(mode)
-    assert outcome(mode, states, deepcopy(states[2]), expected) == "same", "the premise: it can be resumed"
+    assert outcome(mode, states, deepcopy(states[2]), expected) == "same", "premise: it can be resumed"
     found: dict[str, list[Any]] = {}
     changes = [
         (path, new)
         for path in paths(states[2])
         if path != ("window",) and path[0] != "digest"  # without a window, there is nothing to resume
-        for new in mutations(at(states[2], path))
+        for new in mutations(value_at(states[2], path))
     ]
     for path, new in changes[::stride]:
-        state = changed(deepcopy(states[2]), path, new)
+        state = replace_at(deepcopy(states[2]), path, new)
         found.setdefault(outcome(mode, states, state, expected), []).append((path, new))
-    assert set(found) <= {"refused", "same"}, {kind: at[:5] for kind, at in found.items() if len(kind) > 7}
-    assert len(found["refused"]) > 300 / stride, "the premise: most are seen"
+    assert set(found) <= {"refused", "same"}, {
+        kind: cases[:5] for kind, cases in found.items() if len(kind) > 7
+    }
+    assert len(found["refused"]) > 300 / stride, "premise: most are detected"
 
 
-def test_without_the_digest_lost_losses_go_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutant: each part fits, but together they are not what was saved."""
+def test_without_the_digest_lost_losses_are_not_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: each entry is valid, but together they are not the saved window."""
     states, expected = saved("grad")
-    state = changed(deepcopy(states[2]), ("window", "losses"), {})
+    state = replace_at(deepcopy(states[2]), ("window", "losses"), {})
     assert outcome("grad", states, deepcopy(state), expected) == "refused"
     monkeypatch.setattr(saved_checks, "digest_of", lambda state: state["digest"])
     assert outcome("grad", states, state, expected) == "another update"
 
 
-def test_the_text_says_that_it_was_changed() -> None:
+def test_the_error_says_that_the_window_was_changed() -> None:
     states, _ = saved("grad")
     model, _, accumulate, _ = run("grad")
     model.load_state_dict(states[0])
-    accumulate.load_state_dict(changed(states[2], ("window", "pending_factor"), 0.5))
+    accumulate.load_state_dict(replace_at(states[2], ("window", "pending_factor"), 0.5))
     with pytest.raises(WindowError, match="changed after it was saved"):
         accumulate(batch(1))
 

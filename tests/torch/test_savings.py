@@ -1,4 +1,4 @@
-"""Each saving that is promised, against the ledger of the training that it asks for."""
+"""Predicted savings of memory against measured peaks of a training with each saving."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_sums_in_the_momentum_save_nothing_on_the_cpu() -> None:
     half = {name: leaf[:4] for name, leaf in batch.items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = savings(loss_of(model), half, models=model, optimizers=optimizer)
-    # There the copies of the buffers, to put them back, are beside the buffers.
+    # On the CPU, copies of the buffers for a rollback are beside the buffers.
     assert "gradients summed in the momentum" not in [saving.name for saving in found]
 
 
@@ -123,7 +123,7 @@ def test_state_of_the_optimizer() -> None:
     assert old == pytest.approx(new, rel=0.01)
 
 
-def test_an_update_of_one_parameter_at_a_time() -> None:
+def test_a_fused_update() -> None:
     model, half = Transformer(2), text(1)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     found = savings(loss_of(model), half, models=model, optimizers=optimizer)

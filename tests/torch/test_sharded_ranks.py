@@ -1,6 +1,6 @@
-"""Sharded parameters plug in as one more `Sync`: two gloo ranks with a stand-in for FSDP2.
+"""Sharded parameters as one more `Sync`: two gloo ranks with a stand-in for FSDP2.
 
-Nothing else knows of shards: the models of `sharded_ranks` train through an ordinary Accumulator, and are
+No other module handles shards: the models of `sharded_ranks` train through an ordinary Accumulator, and are
 compared with the large batch over the data of both ranks.
 """
 
@@ -26,12 +26,12 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank found."""
+    """Results of each rank."""
     return found_by_both("tests.torch.sharded_ranks", tmp_path_factory.mktemp("ranks"))
 
 
-def of_both(case: str) -> list[tuple[Tensor, ...]]:
-    """The large batches of a case: the samples of both ranks."""
+def joint_batches(case: str) -> list[tuple[Tensor, ...]]:
+    """Large batches of a case: the samples of both ranks."""
     if case == "weighted":
         samples = [*ranks.weighted_samples(0), *ranks.weighted_samples(1)]
         return [tuple(map(torch.cat, zip(*samples, strict=True)))]
@@ -46,11 +46,13 @@ def trained_on_the_large_batch(case: str) -> tuple[nn.Module, Any]:
     objective = ranks.weighted if case == "weighted" else mse
     optimizer = sgd(model.parameters())
     clip = ranks.CLIP if case in ("clipped", "own norm") else None
-    return model, large_batch(optimizer, lambda b: objective(model, b), of_both(case), max_grad_norm=clip)
+    return model, large_batch(
+        optimizer, lambda b: objective(model, b), joint_batches(case), max_grad_norm=clip
+    )
 
 
 def errors(parameters: dict[str, Tensor], reference: nn.Module) -> dict[str, float]:
-    """The error of each parameter, relative to how far the reference has moved."""
+    """Error of each parameter, relative to the change of the reference."""
     start = mlp().state_dict()
     return {
         name: float((parameters[name] - value).norm() / (value - start[name]).norm())
@@ -70,27 +72,27 @@ def test_sharded_ranks_train_as_the_large_batch(case: str, found: Found) -> None
         assert not one["left"]
 
 
-def test_the_norm_of_one_rank_alone_is_told_from_the_large_batch(found: Found) -> None:
+def test_a_norm_of_one_rank_alone_differs_from_the_large_batch(found: Found) -> None:
     reference, _ = trained_on_the_large_batch("own norm")
     assert min(errors(found[0]["own norm"]["parameters"], reference).values()) > 1e-3
 
 
-def test_all_ranks_take_as_many_turns_whatever_their_samples(found: Found) -> None:
+def test_all_ranks_take_equally_many_micro_batches(found: Found) -> None:
     one, other = ([u.microbatches for u in each["clipped"]["updates"]] for each in found)
     alone = [[-(-count // 2) for count in samples] for samples in ranks.SAMPLES]
-    assert all(mine != theirs for mine, theirs in alone[::2]), "premise: ranks would take unequal turns"
+    assert all(mine != theirs for mine, theirs in alone[::2]), "premise: alone, the ranks would differ"
     assert one == other == [max(counts) for counts in alone]
 
 
-def test_found_sizes_are_agreed_on(found: Found) -> None:
-    # Each takes its batch in one piece: that one rank has fewer samples does not limit the other.
+def test_ranks_agree_on_automatic_sizes(found: Found) -> None:
+    # Each takes its batch in one micro-batch: fewer samples on one rank do not limit the other.
     for each in found:
         assert [u.microbatches for u in each["largest"]["updates"]] == [1, 1, 1]
     lengths = [[u.microbatches for u in each["auto"]["updates"]] for each in found]
     assert lengths[0] == lengths[1]
 
 
-def test_a_rank_that_cannot_take_as_many_turns_stops_both_before_anything_is_changed(found: Found) -> None:
+def test_a_rank_with_too_few_samples_stops_both_before_any_change(found: Found) -> None:
     for each in found:
         ((kind, text, unchanged),) = each["few"]["errors"]
         assert (kind, unchanged) == ("InputError", True)
@@ -104,7 +106,7 @@ def test_the_check_passes_a_right_weight_on_ranks_that_evaluate_unequally_often(
         assert len(each["checked"]["updates"]) == len(ranks.SAMPLES)
 
 
-def test_the_check_finds_a_wrong_weight_that_one_rank_alone_shows(found: Found) -> None:
+def test_the_check_finds_a_wrong_weight_that_only_one_rank_reveals(found: Found) -> None:
     one, other = (each["wrong weight"] for each in found)
     assert one["raised"] < other["raised"], "premise: only one rank looks for a remedy"
     ((kind, text, unchanged),) = one["errors"]
@@ -115,7 +117,7 @@ def test_the_check_finds_a_wrong_weight_that_one_rank_alone_shows(found: Found) 
     assert 'Instead pass weight=sample_weights("2")' in text
 
 
-def test_all_ranks_begin_a_window_again_where_memory_runs_out_on_one(found: Found) -> None:
+def test_out_of_memory_on_one_rank_restarts_the_window_on_all(found: Found) -> None:
     one, other = (each["memory"] for each in found)
     assert [u.failures for u in one["updates"]] == [1, 0, 0], "smaller sizes are remembered"
     assert [u.failures for u in other["updates"]] == [0, 0, 0]
@@ -153,18 +155,18 @@ def test_the_rank_of_a_loss_that_is_not_finite_names_its_micro_batch(found: Foun
     assert f"micro-batch {ranks.BAD} of 0..3 with loss nan, " in other[1]
 
 
-def test_both_ranks_name_the_turn_and_the_parameter_of_a_gradient_that_is_not_finite(found: Found) -> None:
+def test_both_ranks_name_micro_batch_and_parameter_of_a_non_finite_gradient(found: Found) -> None:
     for each in found:
         ((kind, text, unchanged),) = each["bad gradient"]["errors"]
         assert (kind, unchanged) == ("NonFiniteError", True)
         assert f"micro-batch {ranks.BAD} of 0..3 with loss" in text
         assert "(or in that of another rank in the same turn), the gradient is not finite" in text
         assert "(the first parameter with a non-finite gradient is 'shards." in text
-        assert "skip_microbatch" not in text, "which sharded ranks cannot do"
+        assert "skip_microbatch" not in text, "sharded ranks do not support it"
 
 
 class InStep(Local):
-    """A rank whose forwards would wait for others."""
+    """Sync of a rank whose forwards would wait for other ranks."""
 
     in_step = True
 

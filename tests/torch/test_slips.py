@@ -1,4 +1,4 @@
-"""The commonest slips are answered with the code to type, before any update."""
+"""Common mistakes raise an error with the code to type, before any update."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Stream(IterableDataset):  # pyright: ignore[reportMissingTypeArgument]
         return iter([])
 
 
-# -- what is passed as a batch -----------------------------------------------------------------------------
+# -- batches -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ class Stream(IterableDataset):  # pyright: ignore[reportMissingTypeArgument]
         (windows([BATCH], accumulation_steps=2), "is not a batch"),
     ],
 )
-def test_what_yields_batches_is_no_batch(model: nn.Linear, batch: Any, text: str) -> None:
+def test_loaders_and_iterators_are_refused_as_batches(model: nn.Linear, batch: Any, text: str) -> None:
     accumulate = accumulator(model)
     for call in (accumulate, accumulate.window):
         with pytest.raises(InputError, match=text):
@@ -98,7 +98,7 @@ def deep(levels: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "batch", [nested_in_itself(), list_in_itself(), deep(3000)], ids=["dict", "list", "3000 levels"]
 )
-def test_a_batch_without_end_is_an_error_in_words(model: nn.Linear, batch: Any) -> None:
+def test_a_batch_that_is_nested_too_deeply_is_refused(model: nn.Linear, batch: Any) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: accumulator(model)(batch),
         lambda: accumulator(model, microbatch_size="auto")(batch),
@@ -114,7 +114,7 @@ def test_a_batch_without_end_is_an_error_in_words(model: nn.Linear, batch: Any) 
             call()
 
 
-def test_a_batch_of_ninety_levels_is_cut(model: nn.Linear) -> None:
+def test_a_batch_of_ninety_levels_is_split(model: nn.Linear) -> None:
     assert accumulator(model)(deep(90)).made
 
 
@@ -215,19 +215,19 @@ class ModelOutput(OrderedDict[str, Any]):
     "wrap", [lambda loss: ModelOutput(loss=loss), Output, lambda loss: {"loss": loss, "logits": 1}]
 )
 @pytest.mark.parametrize("check", [True, False])
-def test_an_output_with_a_loss_is_told_apart(
+def test_an_output_with_a_loss_is_refused(
     model: nn.Linear, wrap: Callable[[Tensor], Any], check: bool
 ) -> None:
     loss = loss_of(model)
     accumulate = Accumulator(model, sgd(model), lambda b: wrap(loss(b)), microbatch_size=4, check=check)
     with pytest.raises(InputError, match=r"not a tensor\. Return its \.loss"):
         accumulate(BATCH)
-    whole = WholeBatch(model, sgd(model), lambda b: wrap(loss(b)), microbatch_size=4)
+    coupled = WholeBatch(model, sgd(model), lambda b: wrap(loss(b)), microbatch_size=4)
     with pytest.raises(InputError, match=r"not a tensor\. Return its \.loss"):
-        whole(BATCH)
+        coupled(BATCH)
 
 
-def test_backward_of_the_loss_in_an_owned_loop(model: nn.Linear) -> None:
+def test_backward_of_the_loss_in_a_users_loop(model: nn.Linear) -> None:
     accumulate = Accumulator(model, sgd(model), microbatch_size=4)
     before = model.weight.detach().clone()
 
@@ -284,7 +284,7 @@ def test_weights_that_overflow(model: nn.Linear) -> None:
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), "2", True])
-def test_a_scale_that_is_no_number(model: nn.Linear, scale: Any) -> None:
+def test_a_scale_that_is_not_a_finite_number(model: nn.Linear, scale: Any) -> None:
     with pytest.raises(InputError, match=r"scale=.* is not a finite number\. Pass a finite number"):
         cached_gradients(model, lambda z: z.square().mean(), BATCH["x"], 4, scale=scale)
     assert model.weight.grad is None
@@ -293,21 +293,21 @@ def test_a_scale_that_is_no_number(model: nn.Linear, scale: Any) -> None:
 @pytest.mark.parametrize(
     ("low", "high"), [("a", 1), (1e-3, "b"), (True, 2), (1e-3, float("nan")), (1, 1e-3), ([], 1)]
 )
-def test_ends_of_a_survey_that_are_no_numbers(model: nn.Linear, low: Any, high: Any) -> None:
+def test_invalid_ends_of_a_survey(model: nn.Linear, low: Any, high: Any) -> None:
     with pytest.raises(InputError, match=r"are not increasing positive numbers\. Pass 0 < low < high"):
         lr_survey(accumulator(model), [BATCH] * 4, low=low, high=high)
 
 
 @pytest.mark.parametrize("models", [None, "m", [], {"a": 1}, [1]])
-def test_models_of_a_prediction_that_are_none(model: nn.Linear, models: Any) -> None:
+def test_invalid_models_of_a_prediction(model: nn.Linear, models: Any) -> None:
     with pytest.raises(InputError, match="model of type"):
         predict_peak(loss_of(model), BATCH, models=models)
 
 
-# -- slips that show over several windows ------------------------------------------------------------------
+# -- mistakes that show over several windows ---------------------------------------------------------------
 
 
-def test_a_scheduler_stepped_by_hand_too_is_named_once(model: nn.Linear) -> None:
+def test_a_scheduler_stepped_by_hand_too_warns_once(model: nn.Linear) -> None:
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     accumulate = Accumulator(model, optimizer, loss_of(model), microbatch_size=4, scheduler=scheduler)
@@ -319,7 +319,7 @@ def test_a_scheduler_stepped_by_hand_too_is_named_once(model: nn.Linear) -> None
         accumulate(BATCH)
     assert [each.filename for each in caught] == [__file__]
     scheduler.step()
-    accumulate(BATCH)  # once
+    accumulate(BATCH)  # no second warning
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,9 @@ def test_a_scheduler_stepped_by_hand_too_is_named_once(model: nn.Linear) -> None
         lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
     ],
 )
-def test_a_scheduler_that_is_left_alone_is_not_named(model: nn.Linear, make: Callable[[Any], Any]) -> None:
+def test_a_scheduler_stepped_only_by_the_accumulator_does_not_warn(
+    model: nn.Linear, make: Callable[[Any], Any]
+) -> None:
     optimizer = sgd(model)
     scheduler = make(optimizer)
     accumulate = Accumulator(model, optimizer, loss_of(model), microbatch_size=4, scheduler=scheduler)
@@ -345,7 +347,7 @@ def test_a_scheduler_that_is_left_alone_is_not_named(model: nn.Linear, make: Cal
     accumulate(BATCH)
 
 
-def test_loader_batches_that_are_never_split_are_named_once(model: nn.Linear) -> None:
+def test_loader_batches_that_are_never_split_warn_once(model: nn.Linear) -> None:
     accumulate = accumulator(model, microbatch_size=8)
     for _ in range(9):
         accumulate(BATCH)
@@ -359,13 +361,13 @@ def test_loader_batches_that_are_never_split_are_named_once(model: nn.Linear) ->
 
 
 @pytest.mark.parametrize("size", [4, "auto", None])
-def test_batches_that_are_split_or_may_be_whole_are_not_named(model: nn.Linear, size: Any) -> None:
+def test_batches_that_are_split_or_need_no_split_do_not_warn(model: nn.Linear, size: Any) -> None:
     accumulate = accumulator(model, microbatch_size=size)
     for _ in range(12):
         accumulate(BATCH)
 
 
-def test_windows_of_one_are_not_named(model: nn.Linear) -> None:
+def test_windows_of_one_micro_batch_do_not_warn(model: nn.Linear) -> None:
     accumulate = accumulator(model, microbatch_size=8)
     for _ in range(12):
         accumulate(Window([BATCH]))
@@ -403,7 +405,7 @@ def load_assigning(model: nn.Sequential) -> None:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
 
 
-def test_parameters_replaced_by_loading_are_told_with_the_cause_and_the_order() -> None:
+def test_parameters_replaced_by_loading_raise_with_cause_and_remedy() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     accumulate = accumulator(model)
     load_assigning(model)
@@ -450,7 +452,7 @@ def test_a_parameter_added_later_needs_an_optimizer(
         optimizer.add_param_group({"params": new})
         assert accumulate(BATCH).made
         moved = [not torch.equal(value, before[key]) for key, value in net.state_dict().items()]
-        assert sum(moved) == (2 if change is add_parameter else 4), "the gain is in no loss"
+        assert sum(moved) == (2 if change is add_parameter else 4), "no loss uses the gain"
     elif updates == 3:
         for parameter in new:
             parameter.requires_grad = False
@@ -459,7 +461,7 @@ def test_a_parameter_added_later_needs_an_optimizer(
         assert Accumulator(net, optimizer, loss_of(net), microbatch_size=4)(BATCH).made
 
 
-def test_a_parameter_unfrozen_later_and_in_no_optimizer_is_named_once() -> None:
+def test_a_parameter_unfrozen_later_and_in_no_optimizer_warns_once() -> None:
     """Another optimizer may update it, as in a GAN whose discriminator was frozen at first."""
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(requires_grad=False))
     optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
@@ -473,7 +475,7 @@ def test_a_parameter_unfrozen_later_and_in_no_optimizer_is_named_once() -> None:
         parameter.requires_grad = False
     accumulate(BATCH)
     unfreeze(net)
-    assert accumulate(BATCH).made, "toggled as in a GAN: nothing more is said"
+    assert accumulate(BATCH).made, "toggled as in a GAN: no second warning"
 
 
 def test_a_parameter_unfrozen_later_and_added_to_the_optimizer_is_trained() -> None:
@@ -489,7 +491,7 @@ def test_a_parameter_unfrozen_later_and_added_to_the_optimizer_is_trained() -> N
     assert not torch.equal(second.weight, before)
 
 
-def test_a_frozen_layer_appended_later_needs_none() -> None:
+def test_a_frozen_layer_appended_later_needs_no_optimizer() -> None:
     net = nn.Sequential(nn.Linear(3, 2))
     accumulate = accumulator(net)
     accumulate(BATCH)
@@ -497,7 +499,7 @@ def test_a_frozen_layer_appended_later_needs_none() -> None:
     assert accumulate(BATCH).made
 
 
-def test_a_parameter_in_no_optimizer_from_the_start_is_left_to_others() -> None:
+def test_a_parameter_in_no_optimizer_from_the_start_is_ignored() -> None:
     other = nn.Linear(2, 2)
     net = nn.Sequential(nn.Linear(3, 2), other)
     optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""`assert_split_invariant` and its pytest fixture: what passes, what fails, and what the failure says."""
+"""`assert_split_invariant` and its pytest fixture: passes, failures and messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEPENDS = "The gradient depends on the split"
 
 
 def language() -> Problem:
-    """A mean over ragged tokens."""
+    """Problem with a mean over ragged tokens."""
     model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 4))
     return Problem(model, lambda batch: token_mean(model(batch["ids"]), batch["labels"]), token_batch())
 
@@ -65,24 +65,26 @@ def test_the_failure_names_parameter_distance_cause_and_weight() -> None:
     assert found is not None, text
     assert "cause: weight in loss_fn" in text
     assert 'Pass weight=count_tokens("labels").' in text
-    # The distance is that between a mean of means and the batch, each with a plain backward in float64.
+    # The distance is that of a mean of means from the batch, both by a plain backward in float64.
     model = problem.model.double()
     parameters = dict(model.named_parameters())
     real = torch.autograd.grad(problem.loss_fn(problem.batch), list(parameters.values()))
-    parts = [{name: rows[part] for name, rows in problem.batch.items()} for part in torch.arange(12).split(4)]
-    each = [torch.autograd.grad(problem.loss_fn(part), list(parameters.values())) for part in parts]
+    microbatches = [
+        {key: rows[at] for key, rows in problem.batch.items()} for at in torch.arange(12).split(4)
+    ]
+    each = [torch.autograd.grad(problem.loss_fn(mb), list(parameters.values())) for mb in microbatches]
     apart = {
-        name: float((sum(grads) / 3 - whole).norm() / whole.norm())
-        for name, whole, *grads in zip(parameters, real, *each, strict=True)
+        name: float((sum(grads) / 3 - of_batch).norm() / of_batch.norm())
+        for name, of_batch, *grads in zip(parameters, real, *each, strict=True)
     }
     assert apart[found[1]] == pytest.approx(float(found[2]), rel=0.06)
-    assert apart[found[1]] > 0.01, "the premise"
+    assert apart[found[1]] > 0.01, "premise"
 
 
 def test_sizes_are_tried_from_the_largest_one() -> None:
     model = mlp()
 
-    def single_samples(batch: Any) -> Tensor:  # as a squeeze() that also takes the batch away
+    def single_samples(batch: Any) -> Tensor:  # like a squeeze() that also removes the batch
         return F.cross_entropy(model(batch[0]), batch[1]) * (2 if len(batch[0]) == 1 else 1)
 
     assert "micro-batches of 1 sample, the gradient" in failure(
@@ -97,7 +99,7 @@ def test_agreement_by_chance_is_a_failure() -> None:
     problem.batch["labels"][0, 3:] = -100
     problem.batch["labels"][6, 3:] = -100  # both halves have the same number of tokens
     counts = [int((half != -100).sum()) for half in problem.batch["labels"].split(6)]
-    assert counts[0] == counts[1], "the premise"
+    assert counts[0] == counts[1], "premise"
     text = failure(problem.loss_fn, problem.batch, models=problem.model, sizes=["half"])
     assert (
         "With micro-batches of 6 samples, the gradients agree, but the loss does not match its declaration"
@@ -130,7 +132,7 @@ def test_sizes_that_cannot_be_used_are_named(sizes: Any, message: str) -> None:
 
 
 def test_a_wrong_accumulation_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: a mean of means, whatever weight is declared."""
+    """Mutant: a mean of means, whatever weight is declared."""
     problem = language()
     options: dict[str, Any] = {"models": problem.model, "weight": count_tokens("labels"), "sizes": [3]}
     assert_split_invariant(problem.loss_fn, problem.batch, **options)
@@ -176,7 +178,7 @@ def test_the_fixture_in_a_suite_with_warnings_as_errors(tmp_path: Path) -> None:
     assert "superbatch/testing.py" not in done.stdout, "the traceback shows the line of the test"
 
 
-def test_what_no_split_shows_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_causes_that_no_split_reveals_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[int] = []
 
     def counting(setting: Any, size: int) -> Any:
