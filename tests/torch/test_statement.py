@@ -1,4 +1,4 @@
-"""The check of the statement on the first window: wrong ones are refused by name, right ones never."""
+"""First-window check of the declared loss: wrong declarations raise, right ones never do."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import Accumulator, Window, class_weights, count_tokens, sample_weights
 from tests.torch.helpers import Loss, mlp, mse, rows, sgd, squared_sum, tiny_lm, token_mean, tokens
 
-LENGTHS = [5, 1, 2, 7, 3, 6]  # tokens: no two parts of the batch have the same mean number
+LENGTHS = [5, 1, 2, 7, 3, 6]  # tokens per sample; micro-batches of 3 have 8 and 16
 
 
 def first_window(
     model: nn.Module, loss: Loss, batch: Any, *, microbatch_size: int | None = 3, **options: Any
 ) -> Accumulator:
-    """Make one update, the one that the statement is checked before."""
+    """Make one update, preceded by the check of the declared loss."""
     accumulate = Accumulator(
         model,
         sgd(model.parameters()),
@@ -33,17 +33,17 @@ def first_window(
     return accumulate
 
 
-# -- wrong statements ---------------------------------------------------------------------------------------
+# -- wrong declarations -------------------------------------------------------------------------------------
 
 
 def hugging_face(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A head that was given the constant num_items_in_batch: its losses add up."""
+    """Loss of a head with a constant num_items_in_batch: losses of micro-batches add up."""
     logits = model(batch["ids"]).flatten(0, 1)
     return nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / 24
 
 
 def info_nce(model: nn.Module, batch: Any) -> Tensor:
-    one, two = (nn.functional.normalize(part, dim=1) for part in (model(batch[0]), batch[1]))
+    one, two = (nn.functional.normalize(view, dim=1) for view in (model(batch[0]), batch[1]))
     return nn.functional.cross_entropy(one @ two.T / 0.1, torch.arange(len(one)))
 
 
@@ -52,7 +52,7 @@ def depends_on_batch_size(model: nn.Module, batch: Any) -> Tensor:
 
 
 def centred(model: nn.Module, batch: Any) -> Tensor:
-    """A normalisation over the batch that no type of layer gives away."""
+    """Center outputs over the batch without a normalization layer."""
     out = model(batch[0])
     return nn.functional.mse_loss(out - out.mean(0), batch[1])
 
@@ -68,7 +68,7 @@ def classes(model: nn.Module, batch: Any) -> Tensor:
 
 
 def masked(model: nn.Module, batch: Any) -> Tensor:
-    """A token mean over a mask that the batch calls `keep`."""
+    """Mean over tokens with the mask `keep`."""
     keep = batch["keep"].double()
     each = nn.functional.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["ids"], reduction="none")
     return (each * keep).sum() / keep.sum()
@@ -117,16 +117,16 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Loss, Any, dict[str, Any], Any, 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["split", "one piece", "window", "single samples"])
+@pytest.mark.parametrize("form", ["split", "one micro-batch", "window", "single samples"])
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.sampled(2)
-def test_a_wrong_statement_is_refused_before_anything_changes(case: str, form: str) -> None:
+def test_a_wrong_declaration_raises_before_anything_changes(case: str, form: str) -> None:
     make, loss, batch, options, error, text = WRONG[case]
     model = make()
     optimizer = sgd(model.parameters())
     before = copy.deepcopy(model.state_dict())
     generators = (torch.get_rng_state(), random.getstate())
-    size = {"split": 3, "one piece": None, "window": None, "single samples": 1}[form]
+    size = {"split": 3, "one micro-batch": None, "window": None, "single samples": 1}[form]
     accumulate = Accumulator(model, optimizer, lambda mb: loss(model, mb), microbatch_size=size, **options)
     with pytest.raises(error, match=text):
         accumulate(Window([batch, batch]) if form == "window" else batch)
@@ -136,7 +136,7 @@ def test_a_wrong_statement_is_refused_before_anything_changes(case: str, form: s
     assert torch.equal(generators[0], torch.get_rng_state()) and generators[1] == random.getstate()
 
 
-def test_a_refused_accumulator_can_be_called_again_and_is_checked_again() -> None:
+def test_after_an_error_the_next_call_is_checked_again() -> None:
     model = tiny_lm()
     accumulate = Accumulator(
         model, sgd(model.parameters()), lambda mb: token_mean(model, mb), microbatch_size=2
@@ -145,11 +145,11 @@ def test_a_refused_accumulator_can_be_called_again_and_is_checked_again() -> Non
         with pytest.raises(LossSpecError, match="count_tokens"):
             accumulate(TOKENS)
     full = tokens([7, 7, 7, 7])
-    assert accumulate(full).made, "with equal token counts the statement holds"
+    assert accumulate(full).made, "with equal token counts the declaration is right"
 
 
-class Large(torch.autograd.Function):
-    """Its backward has memory for so many rows."""
+class OutOfMemoryInBackward(torch.autograd.Function):
+    """Identity whose backward runs out of memory above `most` rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, most: int) -> Tensor:
@@ -165,25 +165,25 @@ class Large(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("most", [8, 4])
-def test_a_wrong_gradient_is_refused_also_if_memory_runs_out_in_its_backward(most: int) -> None:
-    def right_in_its_value_alone(model: nn.Module, batch: Any) -> Tensor:
-        out = Large.apply(model(batch[0]), most)
+def test_a_wrong_gradient_raises_even_if_the_backward_runs_out_of_memory(most: int) -> None:
+    def wrong_gradient_of_the_right_loss(model: nn.Module, batch: Any) -> Tensor:
+        out = OutOfMemoryInBackward.apply(model(batch[0]), most)
         assert isinstance(out, Tensor)
         total = out.square().sum()
         return nn.functional.mse_loss(out, batch[1]) + (total - total.detach()) * len(batch[0])
 
     with pytest.raises((LossSpecError, CoupledSamplesError)):
-        first_window(mlp(), right_in_its_value_alone, rows(16)[0], microbatch_size=8)
+        first_window(mlp(), wrong_gradient_of_the_right_loss, rows(16)[0], microbatch_size=8)
 
 
-def test_check_false_lets_a_wrong_statement_through() -> None:
-    """The promise is then the caller's; it shows that the check is what refuses."""
+def test_check_false_accepts_a_wrong_declaration() -> None:
+    """Without the check, wrong declarations do not raise."""
     for case, (make, loss, batch, options, _, _) in WRONG.items():
         if case != "a weight that is a mean":
             first_window(make(), loss, batch, check=False, **options)
 
 
-# -- right statements ----------------------------------------------------------------------------------------
+# -- right declarations --------------------------------------------------------------------------------------
 
 
 def relu_net(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -198,7 +198,7 @@ def noisy(model: nn.Module, batch: Any) -> Tensor:
 
 
 def flipped(model: nn.Module, batch: Any) -> Tensor:
-    """Each sample is turned round or not."""
+    """Flip each sample with probability 0.5."""
     x, y = batch
     turn = torch.rand(len(x), 1, dtype=x.dtype) < 0.5
     return mse(model, (torch.where(turn, x.flip(1), x), y))
@@ -210,7 +210,7 @@ def in_bfloat16(model: nn.Module, batch: Any) -> Tensor:
 
 
 def penalised(model: nn.Module, batch: Any) -> Tensor:
-    """Weight decay in the loss: it does not depend on the samples, so a mean of it is itself."""
+    """Mean squared error plus weight decay, which is the same for every micro-batch."""
     return mse(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
 
 
@@ -248,7 +248,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[], Any], dict[st
 @pytest.mark.parametrize("microbatch_size", [1, 2, 3, None])
 @pytest.mark.parametrize("case", RIGHT)
 @pytest.mark.sampled(3)
-def test_a_right_statement_is_never_refused(case: str, microbatch_size: int | None) -> None:
+def test_a_right_declaration_never_raises(case: str, microbatch_size: int | None) -> None:
     make, loss, batch, options = RIGHT[case]
     for seed in range(3):
         torch.manual_seed(seed)
@@ -256,7 +256,7 @@ def test_a_right_statement_is_never_refused(case: str, microbatch_size: int | No
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_relu_nets_in_float32_are_never_refused(seed: int) -> None:
+def test_random_relu_nets_in_float32_never_raise(seed: int) -> None:
     torch.manual_seed(seed)
     model = relu_net()
     batch = (torch.randn(40, 4) * 30, torch.randint(0, 3, (40,)))
@@ -282,7 +282,7 @@ def test_a_weight_returned_with_the_loss_is_checked() -> None:
 
 
 class Stateful(nn.Module):
-    """Dropout, a counter and a running mean: all that a forward can change."""
+    """Model whose forward draws dropout and updates a counter and a running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,8 +296,8 @@ class Stateful(nn.Module):
         return self.net(x)
 
 
-@pytest.mark.filterwarnings(r"ignore:forward\(\) updates the state")  # it does, so that the check restores it
-def test_a_run_with_the_check_is_bit_for_bit_the_run_without() -> None:
+@pytest.mark.filterwarnings(r"ignore:forward\(\) updates the state")  # so that the check has state to restore
+def test_training_with_the_check_is_bitwise_equal_to_training_without() -> None:
     def train(check: bool) -> tuple[dict[str, Tensor], Tensor, Any, int]:
         torch.manual_seed(0)
         random.seed(0)
@@ -310,9 +310,7 @@ def test_a_run_with_the_check_is_bit_for_bit_the_run_without() -> None:
     assert checked[0].keys() == unchecked[0].keys()
     assert all(torch.equal(value, unchecked[0][name]) for name, value in checked[0].items())
     assert torch.equal(checked[1], unchecked[1]) and checked[2:] == unchecked[2:]
-    assert checked[3] == 10, (
-        "five forwards for each of two windows: none of the check's is left in the buffer"
-    )
+    assert checked[3] == 10, "five forwards in each of two windows, and none from the check"
 
 
 def test_only_the_first_window_is_checked() -> None:
@@ -325,14 +323,14 @@ def test_only_the_first_window_is_checked() -> None:
     assert len(forwards) - first == 3 < first
 
 
-def test_training_and_evaluation_modes_are_as_before() -> None:
+def test_training_and_evaluation_modes_are_restored() -> None:
     model = mlp(dropout=0.5)
     model[2].eval()
     first_window(model, mse, X)
     assert [module.training for module in model.modules()] == [True, True, True, False, True]
 
 
-def test_the_owned_loop_is_not_checked_without_a_loss_function() -> None:
+def test_a_window_loop_without_a_loss_function_is_not_checked() -> None:
     model = tiny_lm()
     accumulator = Accumulator(model, sgd(model.parameters()), microbatch_size=2)
     with accumulator.window(TOKENS) as window:
@@ -341,16 +339,16 @@ def test_the_owned_loop_is_not_checked_without_a_loss_function() -> None:
     assert window.update is not None and window.update.made
 
 
-def test_a_batch_of_one_sample_cannot_be_checked_and_says_so() -> None:
+def test_a_batch_of_one_sample_warns_that_it_cannot_be_checked() -> None:
     model = mlp()
     accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb))
     with pytest.warns(UserWarning, match=r"could not check the declared loss.*check=False"):
         assert accumulate(rows(1, 1)[0]).made
-    accumulate(rows(1, 1)[0])  # once is enough: warnings are errors here
+    accumulate(rows(1, 1)[0])  # no second warning: pytest turns warnings into errors
 
 
-def test_the_weight_is_named_where_a_part_has_no_padding() -> None:
-    """The first sample has no ignored label, so what counts shows in the others only."""
+def test_the_weight_is_named_when_a_sample_has_no_padding() -> None:
+    """The first sample has no padding, so only the other samples show the token count."""
     model = tiny_lm()
     accumulate = Accumulator(
         model, sgd(model.parameters()), lambda mb: token_mean(model, mb), microbatch_size=3

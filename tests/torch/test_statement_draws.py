@@ -1,4 +1,4 @@
-"""The check of the statement where losses draw random numbers, or models behave otherwise in evaluation."""
+"""Check of losses that draw random numbers, and of models that behave differently in evaluation mode."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from superbatch.torch.checks.generators import Generators
 from tests.torch.helpers import sgd
 from tests.torch.statement_cases import CLASSES, FEATURES, Tokens, check, row_batch, token_batch, token_mean
 
-REFUSED = (LossSpecError, CoupledSamplesError)
+CHECK_ERRORS = (LossSpecError, CoupledSamplesError)
 Draw = Callable[[Tensor], Tensor]
 
 
 class Augmenter:
-    """Holds generators of its own, as transforms do."""
+    """Transform with its own random generators."""
 
     def __init__(self) -> None:
         self.random, self.numpy = random.Random(3), np.random.default_rng(3)
@@ -42,12 +42,12 @@ class Augmenter:
 held = Augmenter()
 
 
-def each(out: Tensor, numbers: Any) -> Tensor:
+def scale_each_sample(out: Tensor, numbers: Any) -> Tensor:
     return out * (1 + torch.as_tensor(numbers, dtype=out.dtype).view(-1, 1, 1))
 
 
-def masked_times(out: Tensor) -> Tensor:
-    """SpecAugment: some times of each sample are blanked, drawn sample after sample."""
+def spec_augment(out: Tensor) -> Tensor:
+    """SpecAugment: zero a random span of time steps in each sample."""
     keep = torch.ones(out.shape[:2], dtype=out.dtype)
     for row in keep:
         start = random.randint(0, 5)
@@ -55,34 +55,34 @@ def masked_times(out: Tensor) -> Tensor:
     return out * keep[..., None]
 
 
-def mixed_up(out: Tensor) -> Tensor:
+def mixup(out: Tensor) -> Tensor:
     share = np.random.beta(0.4, 0.4)
     return share * out + (1 - share) * out[torch.randperm(len(out))]
 
 
 REPLAYED: dict[str, Draw] = {
     "NumPy once": lambda out: out * (1 + np.random.rand()),
-    "NumPy per sample": lambda out: each(out, np.random.rand(len(out))),
+    "NumPy per sample": lambda out: scale_each_sample(out, np.random.rand(len(out))),
     "NumPy's normal numbers": lambda out: out * (1 + abs(np.random.randn())),
     "Python once": lambda out: out * (1 + random.random()),
-    "Python per sample": lambda out: each(out, [random.random() for _ in out]),
-    "a coin for a layer": lambda out: out * 2 if random.random() < 0.5 else out,
+    "Python per sample": lambda out: scale_each_sample(out, [random.random() for _ in out]),
+    "a random layer": lambda out: out * 2 if random.random() < 0.5 else out,
     "held generators": lambda out: out * held.strength(),
-    "a held generator per sample": lambda out: each(out, held.numpy.random(len(out))),
-    "a generator of torch": lambda out: each(out, torch.rand(len(out), generator=held.torch)),
-    "SpecAugment": masked_times,
-    "Mixup": mixed_up,
+    "a held generator per sample": lambda out: scale_each_sample(out, held.numpy.random(len(out))),
+    "a generator of torch": lambda out: scale_each_sample(out, torch.rand(len(out), generator=held.torch)),
+    "SpecAugment": spec_augment,
+    "Mixup": mixup,
 }
 NOT_REPLAYED: dict[str, Draw] = {
-    "the system's numbers": lambda out: out * (1 + os.urandom(1)[0] / 256),
+    "os.urandom": lambda out: out * (1 + os.urandom(1)[0] / 256),
     "a generator without seed": lambda out: out * (1 + np.random.default_rng().random()),
-    "a permutation of NumPy's": lambda out: out + out[torch.from_numpy(np.random.permutation(len(out)))],
-    "a permutation of Python's": lambda out: out + out[random.sample(range(len(out)), len(out))],
+    "NumPy permutation": lambda out: out + out[torch.from_numpy(np.random.permutation(len(out)))],
+    "Python permutation": lambda out: out + out[random.sample(range(len(out)), len(out))],
     "Poisson numbers": lambda out: out * (1 + torch.poisson(torch.ones(len(out), 1, 1, dtype=out.dtype))),
 }
 
 
-def drawing(draw: Draw) -> tuple[nn.Module, Callable[[Any], Tensor]]:
+def random_loss(draw: Draw) -> tuple[nn.Module, Callable[[Any], Tensor]]:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def drawing(draw: Draw) -> tuple[nn.Module, Callable[[Any], Tensor]]:
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_draws_of_every_generator_are_replayed(name: str) -> None:
-    model, loss_fn = drawing(REPLAYED[name])
+    model, loss_fn = random_loss(REPLAYED[name])
     states = (
         random.getstate(),
         held.random.getstate(),
@@ -100,7 +100,7 @@ def test_draws_of_every_generator_are_replayed(name: str) -> None:
         torch.get_rng_state(),
     )
     numpy_state, own = np.random.get_state(legacy=False), held.torch.get_state()
-    assert len({float(loss_fn(token_batch()).detach()) for _ in range(20)}) > 1, "the premise: it draws"
+    assert len({float(loss_fn(token_batch()).detach()) for _ in range(20)}) > 1, "premise: the loss is random"
     random.setstate(states[0])
     held.random.setstate(states[1])
     held.numpy.bit_generator.state = states[2]
@@ -118,28 +118,28 @@ def test_draws_of_every_generator_are_replayed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_REPLAYED)
-def test_what_cannot_be_replayed_is_said_and_never_refused(name: str) -> None:
-    """In few seeds of a permutation it is the identity in all parts, and nothing is missed."""
-    model, loss_fn = drawing(NOT_REPLAYED[name])
+def test_draws_that_cannot_be_replayed_warn_and_never_raise(name: str) -> None:
+    """A few seeds may pass: a random permutation can be the identity in every micro-batch."""
+    model, loss_fn = random_loss(NOT_REPLAYED[name])
     reasons: list[str] = []
     for seed in range(20):
         random.seed(seed)
         np.random.seed(seed)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             reasons.append(check(model, loss_fn, token_batch(), weight=count_tokens("labels")).reason)
-        texts = [str(warning.message) for warning in said]
+        texts = [str(warning.message) for warning in caught]
         assert len(texts) == (reasons[-1] == NOT_REPEATABLE)
         assert all("could not check" in text and "verify" in text for text in texts)
     assert reasons.count(NOT_REPEATABLE) >= 17 and set(reasons) <= {NOT_REPEATABLE, ""}
 
 
-def test_without_replay_a_wrong_statement_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: Python's and NumPy's generators go on from part to part."""
+def test_without_replay_a_wrong_declaration_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: generators of Python and NumPy are not rewound between micro-batches."""
     monkeypatch.setattr(Generators, "set", lambda self, states: None)
     monkeypatch.setattr(Generators, "rewind", lambda self, start, end: None)
     for name in ("NumPy once", "Python once"):
-        model, loss_fn = drawing(REPLAYED[name])
+        model, loss_fn = random_loss(REPLAYED[name])
         with pytest.warns(UserWarning, match="could not check"):
             check(model, loss_fn, token_batch())
 
@@ -148,7 +148,7 @@ def test_without_replay_a_wrong_statement_is_not_found(monkeypatch: pytest.Monke
 
 
 class Detector(nn.Module):
-    """Gives losses in training, detections in evaluation; samples proposals at random, as torchvision's."""
+    """Detector like torchvision's: losses of random proposals in training, detections in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Detector(nn.Module):
 
 
 class Packed(nn.Module):
-    """Dropout between the layers of a recurrent network on packed sequences: no draw per sample exists."""
+    """LSTM on packed sequences: its dropout cannot be drawn per sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_a_model_that_gives_no_losses_in_evaluation_is_checked_in_training() -> 
         check(model, lambda b: 2 * len(b["x"]) * loss_fn(b), row_batch(torch.float32))
 
 
-def test_dropout_that_cannot_be_drawn_per_sample_is_left_out() -> None:
+def test_dropout_that_cannot_be_drawn_per_sample_is_disabled() -> None:
     model = Packed()
     loss = lambda batch: token_mean(model(batch), batch)  # noqa: E731
     assert check(model, loss, token_batch(), weight=count_tokens("labels")).informative
@@ -210,19 +210,19 @@ def test_dropout_that_cannot_be_drawn_per_sample_is_left_out() -> None:
     assert model.training and model.body.dropout == 0.5
 
 
-def test_an_error_of_a_part_alone_does_not_surface() -> None:
+def test_an_error_on_smaller_micro_batches_becomes_a_warning() -> None:
     model = nn.Linear(FEATURES, CLASSES)
 
-    def for_many(batch: dict[str, Tensor]) -> Tensor:
+    def only_for_batches_of_4(batch: dict[str, Tensor]) -> Tensor:
         assert len(batch["x"]) == 4, "a batch of 4"
         return (model(batch["x"]) - batch["soft"]).square().mean()
 
     with pytest.warns(UserWarning, match=r"could not check .*AssertionError: a batch of 4"):
-        assert check(model, for_many, row_batch(torch.float32)).reason == NOT_EVALUATED
+        assert check(model, only_for_batches_of_4, row_batch(torch.float32)).reason == NOT_EVALUATED
 
 
 @pytest.mark.parametrize("by", [KeyError, RuntimeError, ZeroDivisionError])
-def test_an_error_of_the_loss_itself_surfaces_as_it_is(by: type[Exception]) -> None:
+def test_an_error_of_the_loss_propagates_unchanged(by: type[Exception]) -> None:
     model = nn.Linear(FEATURES, CLASSES)
 
     def broken(batch: dict[str, Tensor]) -> Tensor:
@@ -232,7 +232,7 @@ def test_an_error_of_the_loss_itself_surfaces_as_it_is(by: type[Exception]) -> N
         check(model, broken, row_batch(torch.float32))
 
 
-def test_an_error_of_the_look_alone_does_not_surface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_inside_the_check_becomes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **options: Any) -> Any:
         raise TypeError("a mode that this code does not bear")
 
@@ -243,17 +243,17 @@ def test_an_error_of_the_look_alone_does_not_surface(monkeypatch: pytest.MonkeyP
     assert done.reason == NOT_EVALUATED
 
 
-def test_a_single_sample_that_a_loss_refuses_costs_only_that_cut() -> None:
-    """A normalisation over the samples of a micro-batch, which one sample does not have."""
+def test_a_loss_that_raises_on_single_samples_is_checked_on_larger_splits() -> None:
+    """BatchNorm raises on a single sample; larger samples still show the coupling."""
     model = nn.Sequential(
         nn.Linear(FEATURES, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 5)
     )
-    with pytest.raises(REFUSED):
+    with pytest.raises(CHECK_ERRORS):
         check(model, lambda b: (model(b["x"]) - b["soft"]).square().mean(), row_batch(torch.float32))
 
 
 def test_a_reentrant_checkpoint_hides_no_gradient() -> None:
-    """Its gradient is had by backward() alone; `.grad` is as before."""
+    """Reentrant checkpointing needs backward(); the check restores `.grad` afterwards."""
     torch.manual_seed(0)
     model = Tokens(lambda d: nn.Linear(d, d)).double()
     nn.init.zeros_(model.out.weight)
@@ -266,9 +266,9 @@ def test_a_reentrant_checkpoint_hides_no_gradient() -> None:
         return token_mean(out, batch)
 
     batch = token_batch()
-    parts = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 4), slice(4, 8))]
-    one, two = (float(loss_fn(part).detach()) for part in parts)
-    assert abs(one - two) < 1e-12, "the premise: the losses say nothing"
+    halves = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 4), slice(4, 8))]
+    one, two = (float(loss_fn(half).detach()) for half in halves)
+    assert abs(one - two) < 1e-12, "premise: both halves have the same loss"
     with pytest.raises(LossSpecError, match="count_tokens"):
         check(model, loss_fn, batch)
     assert (
@@ -276,10 +276,10 @@ def test_a_reentrant_checkpoint_hides_no_gradient() -> None:
     )
 
 
-# -- a loss that runs in one precision only ----------------------------------------------------------------
+# -- losses that run in one precision only -----------------------------------------------------------------
 
 
-def in_own_dtype_alone(model: nn.Module, share: float) -> Callable[[Any], Tensor]:
+def only_in_its_own_dtype(model: nn.Module, share: float) -> Callable[[Any], Tensor]:
     dtype = next(model.parameters()).dtype
 
     def loss_fn(batch: dict[str, Tensor]) -> Tensor:
@@ -291,24 +291,24 @@ def in_own_dtype_alone(model: nn.Module, share: float) -> Callable[[Any], Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_float64_a_large_difference_is_still_refused(dtype: torch.dtype) -> None:
+def test_without_float64_a_large_difference_still_raises(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Tokens(lambda d: nn.Linear(d, d)).to(dtype)
     with pytest.raises(LossSpecError, match="count_tokens"):
-        check(model, in_own_dtype_alone(model, 0.0), token_batch())
+        check(model, only_in_its_own_dtype(model, 0.0), token_batch())
 
 
-def test_without_float64_a_right_statement_in_float32_passes_unsaid() -> None:
+def test_without_float64_a_right_declaration_in_float32_passes_without_warning() -> None:
     torch.manual_seed(0)
     model = Tokens(lambda d: nn.Linear(d, d))
-    loss_fn = in_own_dtype_alone(model, 0.0)
+    loss_fn = only_in_its_own_dtype(model, 0.0)
     assert check(model, loss_fn, token_batch(), weight=count_tokens("labels")).informative
 
 
-def test_what_rounding_may_hide_is_said_once() -> None:
+def test_the_warning_of_hidden_rounding_is_issued_once() -> None:
     torch.manual_seed(0)
     model = Tokens(lambda d: nn.Linear(d, d)).bfloat16()
-    loss_fn = in_own_dtype_alone(model, 0.2)
-    with pytest.warns(UserWarning, match=r"rounding may hide .* does not run in float64") as said:
+    loss_fn = only_in_its_own_dtype(model, 0.2)
+    with pytest.warns(UserWarning, match=r"rounding may hide .* does not run in float64") as caught:
         check(model, loss_fn, token_batch(), weight=count_tokens("labels"))
-    assert len(said) == 1
+    assert len(caught) == 1

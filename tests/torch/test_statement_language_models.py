@@ -1,4 +1,4 @@
-"""Language models that compute their loss inside: the check and `verify` name the same cause and remedy."""
+"""Language models that return their loss: the check and `verify` name the same cause and remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Output:
 
 
 class Causal(nn.Module):
-    """Shifts labels and computes logits and loss in float32, whatever it is given, as Llama and GPT-2 do."""
+    """Causal model that shifts labels and computes its loss in float32, as Llama and GPT-2 do."""
 
     def __init__(self, *, dropout: float = 0.0, balance: float = 0.0) -> None:
         super().__init__()
@@ -56,14 +56,14 @@ def sentences(samples: int = 8, words: int = WORDS) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def outcome(model: Any, batch: Any, **stated: Any) -> tuple[Any, list[Any], tuple[Any, ...]]:
-    """What the check raises, and the causes and findings of `verify`."""
+def outcome(model: Any, batch: Any, **declared: Any) -> tuple[Any, list[Any], tuple[Any, ...]]:
+    """Return the error of the check, and the causes and findings of `verify`."""
     loss_fn = lambda microbatch: model(**microbatch).loss  # noqa: E731
-    report = verify(model, loss_fn, batch, microbatch_size=4, participants=[PerSampleRandom()], **stated)
+    report = verify(model, loss_fn, batch, microbatch_size=4, participants=[PerSampleRandom()], **declared)
     assert report.exact == (not report.causes)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     accumulate = Accumulator(
-        model, optimizer, loss_fn, microbatch_size=4, participants=[PerSampleRandom()], **stated
+        model, optimizer, loss_fn, microbatch_size=4, participants=[PerSampleRandom()], **declared
     )
     try:
         accumulate(batch)
@@ -93,25 +93,27 @@ def assert_coupled(model: Any, batch: Any, weight: Any) -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.sampled(2)
-def test_a_wrong_weight_is_a_wrong_weight(weight: str, training: bool) -> None:
+def test_a_wrong_weight_is_not_taken_for_coupling(weight: str, training: bool) -> None:
     torch.manual_seed(0)
     model = Causal(dropout=0.2).train(training)
     assert_wrong_weight(model, sentences(), WEIGHTS[weight])
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_the_right_weight_is_right_and_nothing_is_found(training: bool) -> None:
+def test_the_right_weight_passes_without_findings(training: bool) -> None:
     torch.manual_seed(0)
     model = Causal(dropout=0.2).train(training)
     error, causes, findings = outcome(model, sentences(), weight=count_tokens("labels", shift=True))
     assert (error, causes, findings) == (None, [], ())
 
 
-def test_float32_inside_a_model_was_taken_for_coupling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: probes in float64 whose model computes in float32 by itself."""
+def test_tolerances_of_float64_take_float32_for_coupling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mutant: the tolerance is that of float64, but the model computes its loss in float32."""
     monkeypatch.setattr(coupling, "_computed_in", lambda dtype, problem: problem.in_dtype(dtype))
     with pytest.raises(AssertionError):
-        test_the_right_weight_is_right_and_nothing_is_found(training=False)
+        test_the_right_weight_passes_without_findings(training=False)
 
 
 @pytest.mark.parametrize("share", [0.02, 0.001])
@@ -123,10 +125,10 @@ def test_an_auxiliary_loss_over_the_batch_is_a_coupled_loss(weight: str, share: 
     assert_coupled(Causal(balance=share), sentences(), weights[weight])
 
 
-# -- the models themselves ------------------------------------------------------------------------------
+# -- Hugging Face models --------------------------------------------------------------------------------
 
 
-def made(name: str) -> Any:
+def hf_model(name: str) -> Any:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     small = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     small |= {"num_attention_heads": 2, "max_position_embeddings": 32}
@@ -149,21 +151,21 @@ def made(name: str) -> Any:
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_a_wrong_weight_of_a_hugging_face_model(name: str, weight: str) -> None:
-    assert_wrong_weight(made(name), sentences(words=50), WEIGHTS[weight])
+    assert_wrong_weight(hf_model(name), sentences(words=50), WEIGHTS[weight])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
 def test_the_right_weight_of_a_hugging_face_model(name: str) -> None:
     weight = count_tokens("labels", shift=name != "Bert")
-    assert outcome(made(name), sentences(words=50), weight=weight) == (None, [], ())
+    assert outcome(hf_model(name), sentences(words=50), weight=weight) == (None, [], ())
 
 
 @pytest.mark.slow
 def test_a_masked_language_model_is_not_shifted() -> None:
-    assert_wrong_weight(made("Bert"), sentences(words=50), None, 'weight=count_tokens("labels")')
+    assert_wrong_weight(hf_model("Bert"), sentences(words=50), None, 'weight=count_tokens("labels")')
 
 
 @pytest.mark.slow
 def test_the_router_loss_of_mixtral_is_a_coupled_loss() -> None:
-    assert_coupled(made("Mixtral"), sentences(words=50), count_tokens("labels", shift=True))
+    assert_coupled(hf_model("Mixtral"), sentences(words=50), count_tokens("labels", shift=True))

@@ -1,4 +1,4 @@
-"""The remedy that the check and `verify` name: it is tried before it is named, and both name the same."""
+"""Remedies for a wrong loss declaration: the check and `verify` name the same, tested one."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def sentences(samples: int = 8) -> dict[str, Tensor]:
 
 
 def train(
-    model: nn.Module, loss: Loss, batch: Any, *, size: int = 4, **stated: Any
+    model: nn.Module, loss: Loss, batch: Any, *, size: int = 4, **declared: Any
 ) -> LossSpecError | CoupledSamplesError | None:
-    """Make one update with the check; return what it raised."""
+    """Make one update with the check; return its error."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     accumulate = Accumulator(
         model,
         torch.optim.SGD(model.parameters(), 0.1),
         lambda mb: loss(model, mb),
         microbatch_size=size,
-        **stated,
+        **declared,
     )
     try:
         assert accumulate(batch).made
@@ -59,8 +59,8 @@ def train(
     return None
 
 
-def verified(model: nn.Module, loss: Loss, batch: Any, *, size: int = 4, **stated: Any) -> Verification:
-    return verify(model, lambda mb: loss(model, mb), batch, microbatch_size=size, **stated)
+def verified(model: nn.Module, loss: Loss, batch: Any, *, size: int = 4, **declared: Any) -> Verification:
+    return verify(model, lambda mb: loss(model, mb), batch, microbatch_size=size, **declared)
 
 
 def kinds(report: Verification) -> list[str]:
@@ -78,7 +78,7 @@ def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def kl_cov(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A policy gradient with a penalty on the 5 % of tokens of the largest covariance."""
+    """Policy gradient with a penalty on the 5 % of tokens with the largest covariance (KL-Cov)."""
     kept, score = batch["labels"] >= 0, -token_losses(model, batch)
     advantage = batch["advantage"][:, None].expand_as(score).to(score.dtype)[kept]
     score = score[kept]
@@ -102,16 +102,16 @@ def hardest(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return token_losses(model, batch).mean(1).max()
 
 
-def whitened(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Advantages that are normalised over whatever is at hand."""
+def with_whitened_advantages(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Policy gradient with advantages normalized over the batch."""
     advantage = batch["advantage"].to(next(model.parameters()).dtype)
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     kept = batch["labels"] >= 0
     return (advantage[:, None] * token_losses(model, batch) * kept).sum() / kept.sum()
 
 
-def of_positives(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A focal loss over all places, divided by the number of positive ones, at least 1."""
+def divided_by_positives(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Focal loss over all positions, divided by the number of positive ones (at least 1)."""
     score = model(batch["ids"])[..., 0]
     positive = ((batch["labels"] > 2) & (batch["advantage"] > 0.3)[:, None]).to(score.dtype)
     each = F.binary_cross_entropy_with_logits(score, positive, reduction="none")
@@ -119,7 +119,7 @@ def of_positives(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (each * (1 - sure) ** 2).sum() / positive.sum().clamp(min=1)
 
 
-def of_the_batch_size(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def divided_by_root_of_batch_size(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return token_losses(model, batch).mean(1).sum() / len(batch["ids"]) ** 0.5
 
 
@@ -133,9 +133,9 @@ COUPLED: dict[str, tuple[Loss, str]] = {
     "hardest half": (hardest_half, "coupled_loss"),
     "hardest tokens": (hardest_tokens, "coupled_loss"),
     "hardest sample": (hardest, "coupled_loss"),
-    "whitened advantages": (whitened, "coupled_loss"),
-    "divided by the positives": (of_positives, "batch_size"),
-    "divided by a root": (of_the_batch_size, "batch_size"),
+    "whitened advantages": (with_whitened_advantages, "coupled_loss"),
+    "divided by the positives": (divided_by_positives, "batch_size"),
+    "divided by a root": (divided_by_root_of_batch_size, "batch_size"),
     "two means": (two_means, "coupled_loss"),
 }
 
@@ -143,7 +143,7 @@ COUPLED: dict[str, tuple[Loss, str]] = {
 @pytest.mark.parametrize("weight", [None, count_tokens("labels")], ids=["samples", "tokens"])
 @pytest.mark.parametrize("case", COUPLED)
 @pytest.mark.sampled(5)
-def test_no_weight_is_advised_where_none_explains_the_loss(case: str, weight: Any) -> None:
+def test_no_weight_is_advised_if_none_explains_the_loss(case: str, weight: Any) -> None:
     loss, kind = COUPLED[case]
     for dtype in (torch.float64, torch.float32):
         torch.manual_seed(0)
@@ -156,8 +156,8 @@ def test_no_weight_is_advised_where_none_explains_the_loss(case: str, weight: An
         assert not re.search(r"\bweight=", f"{error} {report.causes[0].remedy}")
 
 
-def test_a_check_that_takes_any_loss_for_a_mean_advises_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: factors are looked for, but what they leave over is not looked at."""
+def test_weights_fitted_without_a_residual_check_are_wrong_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: fit the weights, but ignore the residual."""
     monkeypatch.setattr(weighting, "_agrees", lambda *_: True)
     monkeypatch.setattr(weighting, "_counts_nothing", lambda *_: False)
     torch.manual_seed(0)
@@ -166,8 +166,8 @@ def test_a_check_that_takes_any_loss_for_a_mean_advises_a_weight(monkeypatch: py
     assert "weight=" in str(error)
 
 
-def test_a_part_without_weight_but_with_a_gradient_is_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: of two samples, the one with the larger loss has weight 1 and the other weight 0."""
+def test_a_sample_with_a_gradient_cannot_have_weight_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: fit weight 1 to the sample with the larger loss and weight 0 to the other."""
     torch.manual_seed(0)
     assert isinstance(train(words().double(), hardest, sentences(2), size=2), CoupledSamplesError)
     monkeypatch.setattr(weighting, "_counts_nothing", lambda *_: False)
@@ -176,27 +176,27 @@ def test_a_part_without_weight_but_with_a_gradient_is_no_mean(monkeypatch: pytes
     assert isinstance(error, LossSpecError)
 
 
-# -- a mean over a count that no leaf shows --------------------------------------------------------------
+# -- means over a count that is not in the batch ---------------------------------------------------------
 
 
-def by_roots(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
-    """A mean over the square roots of lengths."""
+def mean_by_root_lengths(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+    """Token losses divided by the sum of the square roots of lengths."""
     kept, each = batch["labels"] >= 0, token_losses(model, batch)
     total = kept.sum(1).to(each.dtype).sqrt().sum()
     return (each * kept).sum() / total, float(total)
 
 
-def active(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
-    """A mean over the samples that are still hard."""
+def mean_of_hard_samples(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+    """Mean over samples whose loss exceeds a threshold."""
     each = (token_losses(model, batch).mean(1) - 2.36).relu()
     count = (each > 0).sum()
     return each.sum() / count.clamp(min=1), float(count)
 
 
-@pytest.mark.parametrize("loss", [by_roots, active])
+@pytest.mark.parametrize("loss", [mean_by_root_lengths, mean_of_hard_samples])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.sampled(2)
-def test_a_hidden_count_is_to_be_returned(loss: Loss, dtype: torch.dtype) -> None:
+def test_the_remedy_for_a_hidden_count_is_weight_returned(loss: Loss, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = words().to(dtype)
     batch = sentences()
@@ -213,18 +213,19 @@ def test_a_hidden_count_is_to_be_returned(loss: Loss, dtype: torch.dtype) -> Non
     assert train(model, loss, batch, weight="returned") is None
 
 
-def test_the_ratio_is_the_right_one() -> None:
+def test_the_error_states_the_ratio_of_weights() -> None:
     torch.manual_seed(0)
     model, batch = words().double(), sentences(2)
     counts = [
-        by_roots(model, {key: value[row : row + 1] for key, value in batch.items()})[1] for row in (0, 1)
+        mean_by_root_lengths(model, {key: value[row : row + 1] for key, value in batch.items()})[1]
+        for row in (0, 1)
     ]
-    error = train(model, lambda m, b: by_roots(m, b)[0], batch, size=2)
+    error = train(model, lambda m, b: mean_by_root_lengths(m, b)[0], batch, size=2)
     assert f"has {counts[1] / counts[0]:.4g} times the weight" in str(error)
 
 
-def test_a_mean_over_one_active_part_is_not_taken_for_a_sum() -> None:
-    """Every part but one has a loss of 0: a sum and a mean over hard samples both give the whole."""
+def test_a_mean_over_one_nonzero_micro_batch_is_not_taken_for_a_sum() -> None:
+    """If one micro-batch alone has a nonzero loss, a sum and a mean over hard samples agree."""
 
     def hard(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         each = F.mse_loss(model(batch["x"])[:, 0], batch["y"], reduction="none")
@@ -241,18 +242,18 @@ def test_a_mean_over_one_active_part_is_not_taken_for_a_sum() -> None:
     assert 'reduction="sum"' not in str(verified(model, hard, batch).causes)
 
 
-def test_a_sum_that_is_not_confirmed_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: agreement is enough, whether or not a mean would agree too."""
+def test_an_unconfirmed_sum_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: advise a sum whenever it agrees, even if a mean agrees too."""
     monkeypatch.setattr(declared_loss, "_shows", lambda seen: True)
     with pytest.raises(AssertionError):
-        test_a_mean_over_one_active_part_is_not_taken_for_a_sum()
+        test_a_mean_over_one_nonzero_micro_batch_is_not_taken_for_a_sum()
 
 
-# -- remedies that work: after each, the check and verify pass -------------------------------------------
+# -- remedies after which the check and verify pass ------------------------------------------------------
 
 
 class Critic(nn.Module):
-    """A head with a loss module of its own."""
+    """Word model with its own loss module."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -267,7 +268,7 @@ def cross_entropy(**options: Any) -> Loss:
     return lambda m, b: F.cross_entropy(m(b["ids"]).flatten(0, 1), b["labels"].flatten(), **options)
 
 
-def padded_with(value: int) -> dict[str, Tensor]:
+def padded_sentences(value: int) -> dict[str, Tensor]:
     batch = sentences()
     batch["labels"][batch["labels"] < 0] = value
     return batch
@@ -277,7 +278,7 @@ def shifting(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["ids"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-def by_criterion(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def by_own_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return model.criterion(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
@@ -317,8 +318,8 @@ class Pixels(nn.Module):
         return self.body(images.to(next(self.parameters()).dtype))
 
 
-def maps(dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
-    """Images and segmentation maps whose border of unequal width counts nothing."""
+def seg_batch(dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
+    """Images and segmentation maps with an ignored border of unequal width."""
     draw = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 4, (8, 6, 6), generator=draw)
     for row in range(8):
@@ -333,7 +334,7 @@ def segmented(**options: Any) -> Loss:
 IN_GLOBALS = nn.NLLLoss(ignore_index=5)
 
 
-def by_a_global(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def by_global_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return IN_GLOBALS(model(batch["ids"]).log_softmax(-1).flatten(0, 1), batch["labels"].flatten())
 
 
@@ -351,7 +352,7 @@ RARE = torch.tensor([0.1, 2.0, 0.5, 4.0, 1.0, 3.0, 0.2, 1.5, 0.7, 2.5, 0.3])
 FEW = torch.tensor([0.2, 2.0, 1.0, 3.0])
 
 
-def classed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def with_class_weights(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     out = model(batch["ids"]).flatten(0, 1)
     return F.cross_entropy(out, batch["labels"].flatten(), weight=RARE.to(out.dtype))
 
@@ -372,34 +373,34 @@ MEANS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[], Any], str, An
     "smoothed labels": (words, cross_entropy(label_smoothing=0.1), sentences, 'count_tokens("labels")', None),
     "shifted inside": (words, shifting, sentences, 'count_tokens("labels", shift=True)', None),
     "padded with 0": (
-        words, cross_entropy(ignore_index=0), lambda: padded_with(0),
+        words, cross_entropy(ignore_index=0), lambda: padded_sentences(0),
         'count_tokens("labels", ignore_index=0)', None,
     ),
     "padded with -1": (
-        words, cross_entropy(ignore_index=-1), lambda: padded_with(-1),
+        words, cross_entropy(ignore_index=-1), lambda: padded_sentences(-1),
         'count_tokens("labels", ignore_index=-1)', None,
     ),
     "a loss module of the model": (
-        lambda: Critic(ignore_index=7), by_criterion, lambda: padded_with(7),
+        lambda: Critic(ignore_index=7), by_own_loss, lambda: padded_sentences(7),
         'count_tokens("labels", ignore_index=7)', None,
     ),
     "a loss module in the globals": (
-        words, by_a_global, lambda: padded_with(5), 'count_tokens("labels", ignore_index=5)', None,
+        words, by_global_loss, lambda: padded_sentences(5), 'count_tokens("labels", ignore_index=5)', None,
     ),
-    "a mask of integers": (
+    "an integer mask": (
         words, masked, lambda: with_mask(torch.int64), 'count_tokens("mask", ignore_index=0)', None,
     ),
-    "a mask of booleans": (
+    "a boolean mask": (
         words, masked, lambda: with_mask(torch.bool), 'count_tokens("mask", ignore_index=0)', None,
     ),
-    "a mask of numbers": (
+    "a float mask": (
         words, masked, lambda: with_mask(torch.float32), 'sample_weights("mask")', None,
     ),
     "a shifted mask": (
         words, masked_and_shifted, lambda: with_mask(torch.int64),
         'count_tokens("mask", ignore_index=0, shift=True)', None,
     ),
-    "a shifted mask of numbers": (
+    "a shifted float mask": (
         words, masked_and_shifted, lambda: with_mask(torch.float32),
         'sample_weights(lambda microbatch: microbatch["mask"][..., 1:])', None,
     ),
@@ -411,13 +412,13 @@ MEANS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[], Any], str, An
         words, by_lengths,
         lambda: {"ids": sentences()["ids"], "lengths": torch.arange(1, 9)}, 'sample_weights("lengths")', None,
     ),
-    "segmentation maps": (Pixels, segmented(), maps, 'count_tokens("1", ignore_index=255)', None),
+    "segmentation maps": (Pixels, segmented(), seg_batch, 'count_tokens("1", ignore_index=255)', None),
     "segmentation maps of bytes": (
-        Pixels, segmented(), lambda: maps(torch.uint8), 'count_tokens("1", ignore_index=255)', None,
+        Pixels, segmented(), lambda: seg_batch(torch.uint8), 'count_tokens("1", ignore_index=255)', None,
     ),
-    "class weights": (words, classed, sentences, 'class_weights(weight, "labels")', RARE),
+    "class weights": (words, with_class_weights, sentences, 'class_weights(weight, "labels")', RARE),
     "class weights of maps": (
-        Pixels, segmented_by_class, maps, 'class_weights(weight, "1", ignore_index=255)', FEW,
+        Pixels, segmented_by_class, seg_batch, 'class_weights(weight, "1", ignore_index=255)', FEW,
     ),
     "nested": (words, nested_loss, nested, 'count_tokens("inputs.1.labels")', None),
 }  # fmt: skip
@@ -431,22 +432,22 @@ def test_the_named_weight_passes_the_check_and_verify(case: str) -> None:
         (torch.float64, {}),
         (torch.float32, {"reduction": "sum"}),
     ]
-    for dtype, stated in wrong:
+    for dtype, declared in wrong:
         torch.manual_seed(0)
         model, batch = make().to(dtype), given()
-        report = verified(model, loss, batch, **stated)
+        report = verified(model, loss, batch, **declared)
         assert kinds(report) == ["weight"]
-        error = train(model, loss, batch, **stated)
+        error = train(model, loss, batch, **declared)
         assert isinstance(error, LossSpecError)
-        for said in (f"{error}", f"{report.causes[0].remedy}."):
-            assert said.endswith(f"weight={text}."), said
+        for advice in (f"{error}", f"{report.causes[0].remedy}."):
+            assert advice.endswith(f"weight={text}."), advice
         named = eval(text, NAMES, {"weight": weight})
         assert kinds(verified(model, loss, batch, weight=named)) == []
         assert train(model, loss, batch, weight=named) is None
 
 
-def test_a_weight_that_fits_one_micro_batch_alone_is_not_named() -> None:
-    """In the first micro-batch, labels above 0 and labels count alike; in the second they do not."""
+def test_a_weight_that_fits_only_one_micro_batch_is_not_named() -> None:
+    """`length` is the token count of each sample in the first micro-batch only."""
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return cross_entropy()(model, batch)
@@ -463,8 +464,8 @@ def test_a_weight_that_fits_one_micro_batch_alone_is_not_named() -> None:
         assert 'weight=count_tokens("labels")' in str(error)
 
 
-def test_remedies_that_were_not_tried_name_what_fits_one_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: the first weight that fits the micro-batch that contradicted."""
+def test_an_untested_remedy_fits_only_one_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: name the first weight that fits the micro-batch with the error."""
     batch = sentences()
     lengths = (batch["labels"] >= 0).sum(1)
     wrong = lengths.double()
@@ -489,7 +490,7 @@ def test_remedies_that_were_not_tried_name_what_fits_one_micro_batch(monkeypatch
 
 
 def test_boxes_in_lists_are_counted() -> None:
-    """Targets as detectors get them: a list with a dictionary for each image."""
+    """Detection targets: a list with one dictionary of boxes per image."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         out, targets = model(batch["x"]), batch["targets"]
@@ -511,8 +512,8 @@ def test_boxes_in_lists_are_counted() -> None:
     assert train(model, loss, batch, split=Split(per_sample=["targets"]), weight=eval(text)) is None
 
 
-def test_other_sums() -> None:
-    """A sum that is divided by the count of the batch is an undivided sum: both statements pass."""
+def test_a_sum_divided_by_a_constant() -> None:
+    """A sum divided by a constant passes with reduction="sum" and with reduction="total"."""
     torch.manual_seed(0)
     model, batch = words().double(), sentences()
     loss: Loss = lambda m, b: cross_entropy(reduction="sum")(m, b) / 33  # noqa: E731
@@ -524,13 +525,13 @@ def test_other_sums() -> None:
         assert train(model, loss, batch, reduction=reduction) is None
 
 
-def test_a_weight_is_open_where_the_parts_do_not_tell() -> None:
+def test_the_weight_is_open_if_all_micro_batches_agree() -> None:
     seen = weighting.Evaluated(1.0, 1, torch.ones(1, 3, dtype=torch.float64))
     cut = weighting.Cut(seen, (seen, seen), ((0,), (1,)))
     assert weighting.find_weights([cut], weighting.Rounding(1e-7, 1e-6)) == Weighting("open")
 
 
-def test_nothing_is_warned_of_or_left_behind() -> None:
+def test_the_check_leaves_no_warning_gradient_or_random_state() -> None:
     torch.manual_seed(0)
     model = words().double()
     state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""What is no state, or no number, is refused in words, and nothing has changed."""
+"""Unreadable states and arguments that are no numbers raise InputError and change nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from superbatch.torch.tuning import rescale
 from superbatch.tuning.growing import grow_batch
 
 SIZES: dict[str, Any] = {
-    "none at all": {"Fixed": {}},
+    "no fields": {"Fixed": {}},
     "a number": {"Fixed": 3},
     "no mapping": 3,
-    "of windows": {"of windows": {"most": None}},
-    "a size that is a word": {"Fixed": {"most": "many", "wait": 1, "until": 2}},
-    "waits that are words": {"Fixed": {"most": None, "wait": "a", "until": "b"}},
+    "windows without waits": {"of windows": {"most": None}},
+    "a size as a string": {"Fixed": {"most": "many", "wait": 1, "until": 2}},
+    "waits as strings": {"Fixed": {"most": None, "wait": "a", "until": "b"}},
 }
 
 
@@ -31,19 +31,19 @@ def accumulator(**options: Any) -> Accumulator:
 
 
 @pytest.mark.parametrize("sizing", SIZES.values(), ids=SIZES)
-def test_sizes_that_cannot_be_read_are_refused(sizing: Any) -> None:
+def test_unreadable_sizes_raise(sizing: Any) -> None:
     accumulate = accumulator(observers=[NoiseMeter()])
     for _ in range(3):
         accumulate(torch.randn(4, 2))
     before, other = accumulate.state_dict(), accumulator(observers=[NoiseMeter()])
     other(torch.randn(4, 2))
-    assert other.state_dict() != before, "the premise: there is something to load"
+    assert other.state_dict() != before, "premise: the states differ"
     with pytest.raises(InputError, match=r"The micro-batch sizes in the saved state cannot be read"):
         accumulate.load_state_dict({**other.state_dict(), "sizing": sizing})
     assert accumulate.state_dict() == before
 
 
-def test_sizes_are_as_before_when_the_noise_cannot_be_read() -> None:
+def test_sizes_are_unchanged_if_the_noise_is_unreadable() -> None:
     accumulate = accumulator(observers=[NoiseMeter()])
     accumulate(torch.randn(4, 2))
     before = accumulate.state_dict()
@@ -53,7 +53,7 @@ def test_sizes_are_as_before_when_the_noise_cannot_be_read() -> None:
         accumulate.load_state_dict({**state, "noise": {"beta": "none"}})
     assert accumulate.state_dict() == before
     accumulate.load_state_dict(state)
-    assert accumulate.state_dict()["sizing"] == state["sizing"], "the premise: it would have been loaded"
+    assert accumulate.state_dict()["sizing"] == state["sizing"], "premise: the state itself is readable"
 
 
 @pytest.mark.parametrize(
@@ -65,23 +65,23 @@ def test_sizes_are_as_before_when_the_noise_cannot_be_read() -> None:
         ((32, 64, "noisy"), "noise='noisy'"),
     ],
 )
-def test_what_is_no_number_scales_nothing(arguments: tuple[Any, ...], text: str) -> None:
+def test_rescale_raises_on_arguments_that_are_no_numbers(arguments: tuple[Any, ...], text: str) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(InputError, match=text):
         rescale(optimizer, *arguments)
     assert optimizer.param_groups[0]["lr"] == 0.1
     with pytest.raises(InputError, match=r"^rescale\(\) cannot scale an optimizer of type int"):
-        rescale(3, 32, 64)  # type: ignore[arg-type]  (that is the case)
+        rescale(3, 32, 64)  # type: ignore[arg-type]  (the case tested)
 
 
 @pytest.mark.parametrize("factor", [0.1, None, "halves", lambda samples: "0.5", lambda samples: None])
-def test_a_schedule_that_gives_no_number_is_refused(factor: Any) -> None:
+def test_a_schedule_that_returns_no_number_raises(factor: Any) -> None:
     text = "The rate schedule returns .* at sample 0" if callable(factor) else "factor=.* is not callable"
     with pytest.raises(InputError, match=rf"^{text}\. Pass a function of the samples"):
-        grow_batch(factor, batch=4, microbatch=2)  # type: ignore[arg-type]  (that is the case)
+        grow_batch(factor, batch=4, microbatch=2)  # type: ignore[arg-type]  (the case tested)
 
 
-def test_an_error_inside_a_schedule_is_its_own() -> None:
+def test_an_error_inside_a_schedule_propagates_unchanged() -> None:
     def broken(samples: float) -> float:
         raise TypeError("mine")
 

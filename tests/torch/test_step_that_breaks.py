@@ -1,4 +1,4 @@
-"""An optimizer that raises: all is as before the window if its step had not begun, whatever its state."""
+"""Optimizers that raise: a failure before their first write is rolled back, a later one reported."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TEXT = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memo
 AS_BEFORE, BEGUN = "Everything is as before the window", "Memory ran out inside the optimizer.s step"
 
 
-class Breaking(torch.optim.Optimizer):
-    """Momentum whose step may break, before or after `first` has done something."""
+class FailingOptimizer(torch.optim.Optimizer):
+    """Momentum optimizer whose step calls `first`, if set, and then fails."""
 
-    first: Callable[[Breaking], None] | None = None
+    first: Callable[[FailingOptimizer], None] | None = None
 
     def __init__(self, parameters: Any, *, in_place: bool = True) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -38,15 +38,15 @@ class Breaking(torch.optim.Optimizer):
             momentum = momentum + parameter.grad
             if self.in_place and "momentum" in state:
                 state["momentum"].copy_(momentum)
-            else:  # a new tensor, perhaps where the one of the last step lay
+            else:  # a new tensor, perhaps at the address of the last one
                 state["momentum"] = momentum
             state["steps"] = state.get("steps", 0) + 1
             with torch.no_grad():
                 parameter -= 0.1 * momentum
 
 
-class OnlyTensors(Breaking):
-    """Without the number of steps: its states are noted in a shorter way."""
+class FailingTensorOptimizer(FailingOptimizer):
+    """Variant without a step count, so the state holds only tensors."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -54,33 +54,35 @@ class OnlyTensors(Breaking):
             state.pop("steps", None)
 
 
-def last_state(optimizer: Breaking) -> dict[str, Any]:
+def last_state(optimizer: FailingOptimizer) -> dict[str, Any]:
     return optimizer.state[optimizer.param_groups[0]["params"][-1]]
 
 
-def middle_state(optimizer: Breaking) -> dict[str, Any]:
+def middle_state(optimizer: FailingOptimizer) -> dict[str, Any]:
     return optimizer.state[optimizer.param_groups[0]["params"][1]]
 
 
-def replaced(state: dict[str, Any]) -> None:
+def replace_momentum(state: dict[str, Any]) -> None:
     state["momentum"] = state["momentum"].clone()
 
 
-UNMOVED: dict[str, Callable[[Breaking], None]] = {
+ROLLED_BACK: dict[str, Callable[[FailingOptimizer], None]] = {
     "nothing": lambda o: None,
     "a new value of a state": lambda o: last_state(o).update(new=torch.ones(2), number=3),
     "an option of a group": lambda o: o.param_groups[0].update(lr=7.0),
 }
-MOVED: dict[str, Callable[[Breaking], None]] = {
+REPORTED: dict[str, Callable[[FailingOptimizer], None]] = {
     "a parameter written": lambda o: o.param_groups[0]["params"][0].detach().mul_(2),
     "a state written": lambda o: middle_state(o)["momentum"].mul_(2),
     "the last state written": lambda o: last_state(o)["momentum"].mul_(2),
-    "a state replaced": lambda o: replaced(middle_state(o)),
-    "a state taken away": lambda o: middle_state(o).pop("momentum"),
+    "a state replaced": lambda o: replace_momentum(middle_state(o)),
+    "a state removed": lambda o: middle_state(o).pop("momentum"),
 }
 
 
-def trained(optimizer_of: Callable[..., Breaking], updates: int) -> tuple[Any, Breaking, Accumulator, Any]:
+def after_updates(
+    optimizer_of: Callable[..., FailingOptimizer], updates: int
+) -> tuple[Any, FailingOptimizer, Accumulator, Any]:
     model = mlp()
     optimizer = optimizer_of(model.parameters())
     accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), check=False, microbatch_size=4)
@@ -90,8 +92,8 @@ def trained(optimizer_of: Callable[..., Breaking], updates: int) -> tuple[Any, B
     return model, optimizer, accumulate, batch
 
 
-def values_of(optimizer: Breaking) -> list[Any]:
-    """All of its state and options, tensors as copies."""
+def copied_state(optimizer: FailingOptimizer) -> list[Any]:
+    """Return the state and options of an optimizer, with tensors copied."""
     plain = optimizer.state_dict()
     return [
         [
@@ -103,23 +105,23 @@ def values_of(optimizer: Breaking) -> list[Any]:
 
 
 MAKERS = {
-    "tensors and numbers": Breaking,
-    "tensors": OnlyTensors,
-    "new tensors at each step": lambda parameters: Breaking(parameters, in_place=False),
-    "new tensors alone": lambda parameters: OnlyTensors(parameters, in_place=False),
+    "tensors and numbers": FailingOptimizer,
+    "tensors": FailingTensorOptimizer,
+    "new tensors at each step": lambda parameters: FailingOptimizer(parameters, in_place=False),
+    "only new tensors at each step": lambda parameters: FailingTensorOptimizer(parameters, in_place=False),
 }
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3])
 @pytest.mark.parametrize("made", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("first", UNMOVED.values(), ids=UNMOVED)
-def test_a_step_that_had_not_begun_leaves_all_as_before(first: Any, made: Any, updates: int) -> None:
-    model, optimizer, accumulate, batch = trained(made, updates)
-    before, state = start_of(model), values_of(optimizer)
+@pytest.mark.parametrize("first", ROLLED_BACK.values(), ids=ROLLED_BACK)
+def test_a_failure_before_the_first_write_is_rolled_back(first: Any, made: Any, updates: int) -> None:
+    model, optimizer, accumulate, batch = after_updates(made, updates)
+    before, state = start_of(model), copied_state(optimizer)
     optimizer.first = first
     with pytest.raises(OutOfMemoryError, match=AS_BEFORE):
         accumulate(batch)
-    assert values_of(optimizer) == state
+    assert copied_state(optimizer) == state
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
     optimizer.first = None
     assert accumulate(batch).made
@@ -127,31 +129,31 @@ def test_a_step_that_had_not_begun_leaves_all_as_before(first: Any, made: Any, u
 
 @pytest.mark.parametrize("updates", [1, 2, 3])
 @pytest.mark.parametrize("made", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("first", MOVED.values(), ids=MOVED)
-def test_a_step_that_had_begun_is_said_to_have(first: Any, made: Any, updates: int) -> None:
-    _, optimizer, accumulate, batch = trained(made, updates)
+@pytest.mark.parametrize("first", REPORTED.values(), ids=REPORTED)
+def test_a_failure_after_the_first_write_is_reported(first: Any, made: Any, updates: int) -> None:
+    _, optimizer, accumulate, batch = after_updates(made, updates)
     optimizer.first = first
     with pytest.raises(OutOfMemoryError, match=BEGUN):
         accumulate(batch)
 
 
 @pytest.mark.parametrize("made", MAKERS.values(), ids=MAKERS)
-def test_a_loaded_state_is_noted_anew(made: Any) -> None:
-    model, optimizer, accumulate, batch = trained(made, 3)
+def test_a_failure_after_load_state_dict_is_rolled_back(made: Any) -> None:
+    model, optimizer, accumulate, batch = after_updates(made, 3)
     optimizer.load_state_dict(optimizer.state_dict())
-    state = values_of(optimizer)
-    optimizer.first = UNMOVED["a new value of a state"]
+    state = copied_state(optimizer)
+    optimizer.first = ROLLED_BACK["a new value of a state"]
     with pytest.raises(OutOfMemoryError, match=AS_BEFORE):
         accumulate(batch)
-    assert values_of(optimizer) == state
+    assert copied_state(optimizer) == state
     assert model is not None
 
 
-def test_a_state_replaced_between_windows_is_noted_anew() -> None:
-    model, optimizer, accumulate, batch = trained(OnlyTensors, 3)
-    replaced(middle_state(optimizer))
+def test_a_state_replaced_between_windows_is_no_change_of_the_step() -> None:
+    model, optimizer, accumulate, batch = after_updates(FailingTensorOptimizer, 3)
+    replace_momentum(middle_state(optimizer))
     before = start_of(model)
-    optimizer.first = UNMOVED["nothing"]
+    optimizer.first = ROLLED_BACK["nothing"]
     with pytest.raises(OutOfMemoryError, match=AS_BEFORE):
         accumulate(batch)
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
@@ -170,30 +172,30 @@ class Opaque:
 
 
 @pytest.mark.parametrize("opaque", OPAQUE.values(), ids=OPAQUE)
-def test_where_a_change_would_not_be_seen_it_is_not_said_that_there_is_none(opaque: Any) -> None:
-    _, optimizer, accumulate, batch = trained(Breaking, 2)
+def test_a_state_that_cannot_be_compared_counts_as_changed(opaque: Any) -> None:
+    _, optimizer, accumulate, batch = after_updates(FailingOptimizer, 2)
     key = optimizer.param_groups[0]["params"][1]
     optimizer.state[key] = opaque(optimizer.state[key])
-    optimizer.first = UNMOVED["nothing"]
+    optimizer.first = ROLLED_BACK["nothing"]
     with pytest.raises(OutOfMemoryError, match=BEGUN):
         accumulate(batch)
     assert accumulate.updates == 2
 
 
-def test_a_state_without_a_version_counter() -> None:
-    _, optimizer, accumulate, batch = trained(Breaking, 1)
+def test_a_state_without_a_version_counter_counts_as_changed() -> None:
+    _, optimizer, accumulate, batch = after_updates(FailingOptimizer, 1)
     with torch.inference_mode():
         last_state(optimizer)["more"] = torch.ones(2)
     assert accumulate(batch).made and accumulate(batch).made
-    optimizer.first = UNMOVED["nothing"]
+    optimizer.first = ROLLED_BACK["nothing"]
     with pytest.raises(OutOfMemoryError, match=BEGUN):
         accumulate(batch)
 
 
-def test_a_fused_step_before_another_optimizer_that_breaks() -> None:
+def test_a_failure_of_the_optimizer_after_a_fused_one_is_reported() -> None:
     first, second = mlp(), mlp()
     fused = torch.optim.SGD(first.parameters(), lr=0.1, fused=True)
-    breaking = Breaking(second.parameters())
+    breaking = FailingOptimizer(second.parameters())
     accumulate = Accumulator(
         [first, second],
         [fused, breaking],
@@ -204,15 +206,13 @@ def test_a_fused_step_before_another_optimizer_that_breaks() -> None:
     batch = rows(8)[0]
     accumulate(batch)
     before = start_of(first)
-    breaking.first = UNMOVED["nothing"]
+    breaking.first = ROLLED_BACK["nothing"]
     with pytest.raises(OutOfMemoryError, match=BEGUN):
         accumulate(batch)
-    assert not all(torch.equal(before[name], value) for name, value in first.named_parameters()), (
-        "the premise"
-    )
+    assert not all(torch.equal(before[name], value) for name, value in first.named_parameters()), "premise"
 
 
-def test_a_hook_after_a_fused_step_that_breaks() -> None:
+def test_a_failure_of_a_hook_after_a_fused_step_is_reported() -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), check=False, microbatch_size=4)
@@ -224,15 +224,13 @@ def test_a_hook_after_a_fused_step_that_breaks() -> None:
     optimizer.register_step_post_hook(breaks)
     with pytest.raises(OutOfMemoryError, match=BEGUN):
         accumulate(rows(8)[0])
-    assert not all(torch.equal(before[name], value) for name, value in model.named_parameters()), (
-        "the premise"
-    )
+    assert not all(torch.equal(before[name], value) for name, value in model.named_parameters()), "premise"
 
 
-def test_a_step_that_adds_a_group_and_breaks_says_why() -> None:
-    _, optimizer, accumulate, batch = trained(Breaking, 1)
+def test_a_failing_step_that_adds_a_group_is_reported() -> None:
+    _, optimizer, accumulate, batch = after_updates(FailingOptimizer, 1)
 
-    def grow(o: Breaking) -> None:
+    def grow(o: FailingOptimizer) -> None:
         o.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.1})
 
     optimizer.first = grow
@@ -241,9 +239,9 @@ def test_a_step_that_adds_a_group_and_breaks_says_why() -> None:
 
 
 @pytest.mark.parametrize("made", MAKERS.values(), ids=MAKERS)
-def test_between_windows_no_state_is_kept_alive(made: Any) -> None:
-    _, optimizer, accumulate, batch = trained(made, 2)
-    other = last_state(optimizer)["more"] = Counted()
+def test_no_optimizer_state_is_kept_alive_between_windows(made: Any) -> None:
+    _, optimizer, accumulate, batch = after_updates(made, 2)
+    other = last_state(optimizer)["more"] = NotATensor()
     assert accumulate(batch).made
     held = [weakref.ref(other), *(weakref.ref(s["momentum"]) for s in optimizer.state.values())]
     del other
@@ -252,27 +250,27 @@ def test_between_windows_no_state_is_kept_alive(made: Any) -> None:
     assert [reference() for reference in held] == [None] * len(held)
 
 
-class Counted:
-    """Something in a state that is no tensor."""
+class NotATensor:
+    """Optimizer state that is no tensor."""
 
 
-def test_nothing_old_is_kept_alive_while_an_optimizer_makes_new_state() -> None:
-    """Peak memory of such a step is that of a loop by hand."""
+def test_replaced_state_is_freed_during_the_step() -> None:
+    """Such a step has the peak memory of a hand-written loop."""
     alive: list[int] = []
 
-    class Counting(OnlyTensors):
+    class Counting(FailingTensorOptimizer):
         def step(self, closure: Any = None) -> Any:
             old = [weakref.ref(state["momentum"]) for state in self.state.values()]
             super().step(closure)
             alive.append(sum(reference() is not None for reference in old))
 
-    trained(lambda parameters: Counting(parameters, in_place=False), 3)
+    after_updates(lambda parameters: Counting(parameters, in_place=False), 3)
     assert alive == [0, 0, 0]
 
 
-def test_where_there_is_no_memory_to_note_anything_nothing_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, accumulate, batch = trained(Breaking, 2)
-    before, state = start_of(model), values_of(optimizer)
+def test_out_of_memory_in_the_savepoint_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, accumulate, batch = after_updates(FailingOptimizer, 2)
+    before, state = start_of(model), copied_state(optimizer)
     random = torch.get_rng_state()
 
     def loss_fn(mb: Any) -> Tensor:
@@ -288,6 +286,6 @@ def test_where_there_is_no_memory_to_note_anything_nothing_has_begun(monkeypatch
     with pytest.raises(OutOfMemoryError, match=AS_BEFORE):
         accumulate(batch)
     monkeypatch.undo()
-    assert torch.equal(torch.get_rng_state(), random) and values_of(optimizer) == state
+    assert torch.equal(torch.get_rng_state(), random) and copied_state(optimizer) == state
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
     assert accumulate(batch).made

@@ -1,4 +1,4 @@
-"""Several losses with weights of their own: each is divided by its own, in one backward per micro-batch."""
+"""Several loss terms, each divided by its own weight, in one backward per micro-batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 LENGTHS = [7, 1, 3, 5, 2, 6, 1, 4]
 
 
-def words(batch: Batch) -> int:
+def n_tokens(batch: Batch) -> int:
     return int((batch["labels"] != -100).sum())
 
 
@@ -32,21 +32,21 @@ def token_sum(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def token_mean(model: nn.Module, batch: Batch) -> Tensor:
-    return token_sum(model, batch) / words(batch)
+    return token_sum(model, batch) / n_tokens(batch)
 
 
 def router_mean(model: nn.Module, batch: Batch) -> Tensor:
-    """A loss of samples: the mean square of each sequence's last state."""
+    """Mean over samples of the squared last logits."""
     return 0.001 * model(batch["ids"])[:, -1].square().sum(1).mean()
 
 
 def z_sum(model: nn.Module, batch: Batch) -> Tensor:
-    """Of all positions, padding too."""
+    """Sum of a z-loss over all positions, padding included."""
     return 1e-2 * model(batch["ids"]).logsumexp(-1).square().sum()
 
 
 class Case:
-    """Losses, their declarations, and the loss of the whole batch by hand."""
+    """Loss terms, their declarations, and their hand-written values on the whole batch."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ CASES = {
     ),
     "sums of tokens and positions (z-loss)": Case(
         lambda m, b: {"tokens": token_sum(m, b), "z": z_sum(m, b)},
-        lambda m, b: {"tokens": token_sum(m, b) / words(b), "z": z_sum(m, b) / _positions(b)},
+        lambda m, b: {"tokens": token_sum(m, b) / n_tokens(b), "z": z_sum(m, b) / _positions(b)},
         reduction="sum",
-        weight={"tokens": words, "z": _positions},
+        weight={"tokens": n_tokens, "z": _positions},
     ),
     "a mean, a sum and a total": Case(
         lambda m, b: {"mean": token_mean(m, b), "sum": z_sum(m, b), "total": 0.1 * token_sum(m, b)},
@@ -81,9 +81,9 @@ CASES = {
             "total": 0.1 * token_sum(m, b),
         },
         reduction={"mean": "mean", "sum": "sum", "total": "total"},
-        weight={"mean": words, "sum": None, "total": None},
+        weight={"mean": n_tokens, "sum": None, "total": None},
     ),
-    "reductions alone": Case(
+    "reductions only": Case(
         lambda m, b: {"router": router_mean(m, b), "z": z_sum(m, b)},
         lambda m, b: {"router": router_mean(m, b), "z": z_sum(m, b) / len(b["ids"])},
         reduction={"router": "mean", "z": "sum"},
@@ -91,9 +91,9 @@ CASES = {
 }
 
 
-def halves(batch: Batch, *sizes: int) -> list[Batch]:
+def slices(batch: Batch, *sizes: int) -> list[Batch]:
     assert sum(sizes) == len(batch["ids"])
-    columns = {name: part.split(list(sizes)) for name, part in batch.items()}
+    columns = {name: value.split(list(sizes)) for name, value in batch.items()}
     return [{name: columns[name][i] for name in columns} for i in range(len(sizes))]
 
 
@@ -123,7 +123,7 @@ def train(
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_each_term_is_divided_by_its_own_weight(name: str, size: int) -> None:
     batches = [tokens(LENGTHS, seed=seed) for seed in (4, 5)]
-    assert len({words(part) for part in halves(batches[0], 3, 3, 2)}) == 3, "premise: unequal weights"
+    assert len({n_tokens(mb) for mb in slices(batches[0], 3, 3, 2)}) == 3, "premise: unequal weights"
     updates = train(CASES[name], batches, batches, microbatch_size=size)
     model = tiny_lm()
     expected = {term: float(loss.detach()) for term, loss in CASES[name].whole(model, batches[0]).items()}
@@ -135,18 +135,18 @@ def test_each_term_is_divided_by_its_own_weight(name: str, size: int) -> None:
 def test_windows_of_a_loader_with_a_tail() -> None:
     case = CASES["token mean + sample mean"]
     batches = [tokens(LENGTHS), tokens(LENGTHS[:3], seed=9)]
-    windows = [Window(halves(batches[0], 1, 5, 2)), Window(halves(batches[1], 2, 1))]
+    windows = [Window(slices(batches[0], 1, 5, 2)), Window(slices(batches[1], 2, 1))]
     updates = train(case, windows, batches)
     assert updates[1].weights == {"tokens": 11, "router": 3}
 
 
 @pytest.mark.parametrize("options", [{"gradient_sum": "momentum"}, {"nonfinite": "skip_update"}], ids=str)
-def test_other_places_and_policies(options: Any) -> None:
+def test_momentum_accumulation_and_skipped_updates(options: Any) -> None:
     batches = [tokens(LENGTHS)]
     train(CASES["token mean + sample mean"], batches, batches, microbatch_size=3, **options)
 
 
-def test_a_loop_of_ones_own() -> None:
+def test_a_window_loop() -> None:
     case = CASES["token mean + sample mean"]
     batch = tokens(LENGTHS)
     model, whole = tiny_lm(), tiny_lm()
@@ -180,7 +180,7 @@ def test_one_backward_per_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mutant_with_one_weight_for_all_terms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The terms that are weighed by samples all together: a mean of means."""
+    """Mutant: each micro-batch has the same factor, which gives a mean of means."""
     plain = Weights.factor
 
     def factor(self: Weights, index: int, weight: Any) -> float:
@@ -198,7 +198,7 @@ def test_mutant_with_one_weight_for_all_terms(monkeypatch: pytest.MonkeyPatch) -
 
 
 def detr(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """A class loss of all queries, and a sum over boxes: a constant 0 where there is none."""
+    """Class loss over all queries, and a sum over boxes, which is 0 without boxes."""
     logits = model(batch["ids"])
     has_box = batch["labels"] != -100
     boxes = (logits[has_box] - 1).abs().sum() if has_box.any() else torch.zeros((), dtype=logits.dtype)
@@ -208,20 +208,20 @@ def detr(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 def detr_whole(bound: float = 0.0) -> Callable[[nn.Module, Batch], dict[str, Tensor]]:
     def whole(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         found = detr(model, batch)
-        return {"class": found["class"], "boxes": found["boxes"] / max(words(batch), bound)}
+        return {"class": found["class"], "boxes": found["boxes"] / max(n_tokens(batch), bound)}
 
     return whole
 
 
 DETR: dict[str, Any] = {
     "reduction": {"class": "mean", "boxes": "sum"},
-    "weight": {"class": None, "boxes": at_least(1, words)},
+    "weight": {"class": None, "boxes": at_least(1, n_tokens)},
 }
 
 
 def test_detr_with_a_microbatch_without_boxes() -> None:
     batch = tokens([5, 1, 0, 0, 3, 2])
-    assert [words(part) for part in halves(batch, 2, 2, 2)] == [6, 0, 5]
+    assert [n_tokens(mb) for mb in slices(batch, 2, 2, 2)] == [6, 0, 5]
     (update,) = train(Case(detr, detr_whole(), **DETR), [batch], [batch], microbatch_size=2)
     assert update.weights == {"class": 6, "boxes": 11}
     empty = tokens([0, 0, 0])
@@ -229,7 +229,7 @@ def test_detr_with_a_microbatch_without_boxes() -> None:
     assert update.weights == {"class": 3, "boxes": 1}
 
 
-def test_a_sum_without_weight_names_its_term() -> None:
+def test_the_error_of_a_sum_without_weight_names_its_term() -> None:
     model = tiny_lm()
     start = start_of(model)
     accumulate = Accumulator(
@@ -237,7 +237,7 @@ def test_a_sum_without_weight_names_its_term() -> None:
         sgd(model.parameters()),
         lambda mb: {"class": model(mb["ids"]).square().mean(), "boxes": model(mb["ids"]).sum()},
         reduction={"class": "mean", "boxes": "sum"},
-        weight={"class": None, "boxes": words},
+        weight={"class": None, "boxes": n_tokens},
         microbatch_size=2,
         check=False,
     )
@@ -246,16 +246,16 @@ def test_a_sum_without_weight_names_its_term() -> None:
     assert all(torch.equal(p, start[n]) for n, p in model.named_parameters())
 
 
-def test_a_mean_over_nothing_is_left_out_and_nan() -> None:
+def test_a_mean_over_no_elements_is_skipped_and_reported_as_nan() -> None:
     def losses(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         logits = model(batch["ids"])
         kept = logits.flatten(0, 1)[batch["labels"].flatten() != -100]
         return {"all": logits.square().mean(), "boxes": kept.exp().mean()}
 
-    options: dict[str, Any] = {"weight": {"all": None, "boxes": words}}
+    options: dict[str, Any] = {"weight": {"all": None, "boxes": n_tokens}}
     batch = tokens([5, 0, 0, 2])
-    assert losses(tiny_lm(), halves(batch, 1, 2, 1)[1])["boxes"].isnan()
-    train(Case(losses, losses, **options), [Window(halves(batch, 1, 2, 1))], [batch])
+    assert losses(tiny_lm(), slices(batch, 1, 2, 1)[1])["boxes"].isnan()
+    train(Case(losses, losses, **options), [Window(slices(batch, 1, 2, 1))], [batch])
     model = tiny_lm()
     accumulate = Accumulator(
         model,
@@ -275,7 +275,7 @@ def test_a_mean_over_nothing_is_left_out_and_nan() -> None:
 
 
 def ctc_and_attention(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """A CTC loss, a mean over utterances, and an attention loss, a mean over their tokens."""
+    """CTC loss (a mean over utterances) and attention loss (a mean over tokens)."""
     lengths = (batch["labels"] != -100).sum(1)
     scores = model(batch["ids"]).log_softmax(-1).transpose(0, 1)
     labels = batch["labels"].clamp_min(1)
@@ -286,15 +286,17 @@ def ctc_and_attention(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 def test_ctc_and_attention() -> None:
     batch = tokens([3, 1, 2, 1, 3, 2])
-    case = Case(ctc_and_attention, ctc_and_attention, weight={"ctc": None, "attention": words})
+    case = Case(ctc_and_attention, ctc_and_attention, weight={"ctc": None, "attention": n_tokens})
     train(case, [batch], [batch], microbatch_size=2)
 
 
-# -- weights that come with the losses -----------------------------------------------------------------------
+# -- weights returned with the losses ------------------------------------------------------------------------
 
 
-def with_weights(model: nn.Module, batch: Batch) -> Any:
-    return {"tokens": token_mean(model, batch), "router": router_mean(model, batch)}, {"tokens": words(batch)}
+def losses_and_weights(model: nn.Module, batch: Batch) -> Any:
+    return {"tokens": token_mean(model, batch), "router": router_mean(model, batch)}, {
+        "tokens": n_tokens(batch)
+    }
 
 
 def test_weights_returned_with_the_losses() -> None:
@@ -304,7 +306,7 @@ def test_weights_returned_with_the_losses() -> None:
     def losses(model: nn.Module, batch: Batch) -> Any:
         calls[0] += 1
         assert torch.is_grad_enabled() == (calls[0] > 3)
-        return with_weights(model, batch)
+        return losses_and_weights(model, batch)
 
     batch = tokens(LENGTHS)
     options: dict[str, Any] = {"weight": {"tokens": "returned", "router": None}}
@@ -312,21 +314,21 @@ def test_weights_returned_with_the_losses() -> None:
     assert calls == [6], "one forward without graph and one with, for each of 3 micro-batches"
 
 
-def test_a_forward_for_the_weights_moves_nothing() -> None:
-    """Dropout draws the numbers that it draws without it."""
+def test_the_forward_for_the_weights_restores_inputs_and_generators() -> None:
+    """The extra forward does not change the inputs or the random numbers."""
     found = []
-    for weight in ("returned", words):
+    for weight in ("returned", n_tokens):
         torch.manual_seed(7)
         model = tiny_lm()
 
         def losses(mb: Batch, model: nn.Module = model, weight: Any = weight) -> Any:
-            kept = {name: part.clone() for name, part in mb.items()}
+            kept = {name: value.clone() for name, value in mb.items()}
             mb["ids"].zero_()
             noisy = {
                 "tokens": token_mean(model, kept) * (1 + torch.rand(())),
                 "router": router_mean(model, kept),
             }
-            return (noisy, {"tokens": words(kept)}) if weight == "returned" else noisy
+            return (noisy, {"tokens": n_tokens(kept)}) if weight == "returned" else noisy
 
         torch.manual_seed(3)
         accumulate = Accumulator(
@@ -341,7 +343,7 @@ def test_a_forward_for_the_weights_moves_nothing() -> None:
     assert found[0] == found[1]
 
 
-def test_a_returned_weight_that_changes_is_refused() -> None:
+def test_a_returned_weight_that_changes_raises() -> None:
     model, weights = tiny_lm(), iter(range(1, 99))
     accumulate = Accumulator(
         model,
@@ -355,32 +357,32 @@ def test_a_returned_weight_that_changes_is_refused() -> None:
         accumulate(tokens(LENGTHS))
 
 
-# -- what is refused ----------------------------------------------------------------------------------------
+# -- invalid options ----------------------------------------------------------------------------------------
 
 
-def _two(weight: Any = None, **options: Any) -> dict[str, Any]:
-    return {"weight": {"a": None, "b": words} if weight is None else weight, **options}
+def _two_terms(weight: Any = None, **options: Any) -> dict[str, Any]:
+    return {"weight": {"a": None, "b": n_tokens} if weight is None else weight, **options}
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (_two(reduction={"a": "mean", "c": "sum"}), r"\['a', 'b'\].*\['a', 'c'\]"),
-        (_two(nonfinite="skip_microbatch"), "skip_microbatch"),
-        (_two(observers=[NoiseMeter()]), "measures one loss with one weight"),
-        (_two(weight={}), "Name each term"),
-        (_two(weight={1: None}), "Name each term"),
-        (_two(weight={"a": 3}), "term 'a'"),
-        (_two(weight={"a": "samples"}), "term 'a'"),
-        (_two(reduction={"a": "mean", "b": "total"}), "is not divided by a weight"),
-        (_two({"a": at_least(-1)}), r"at_least\(-1\) is not positive and finite"),
-        (_two({"a": at_least(1, cast("Any", "samples"))}), "term 'a'"),
-        (_two({"a": at_least(1)}, reduction="total"), "is not divided by a weight"),
-        ({"weight": words, "reduction": {"a": "sum"}}, "mapping with the same names"),
+        (_two_terms(reduction={"a": "mean", "c": "sum"}), r"\['a', 'b'\].*\['a', 'c'\]"),
+        (_two_terms(nonfinite="skip_microbatch"), "skip_microbatch"),
+        (_two_terms(observers=[NoiseMeter()]), "measures one loss with one weight"),
+        (_two_terms(weight={}), "Name each term"),
+        (_two_terms(weight={1: None}), "Name each term"),
+        (_two_terms(weight={"a": 3}), "term 'a'"),
+        (_two_terms(weight={"a": "samples"}), "term 'a'"),
+        (_two_terms(reduction={"a": "mean", "b": "total"}), "is not divided by a weight"),
+        (_two_terms({"a": at_least(-1)}), r"at_least\(-1\) is not positive and finite"),
+        (_two_terms({"a": at_least(1, cast("Any", "samples"))}), "term 'a'"),
+        (_two_terms({"a": at_least(1)}, reduction="total"), "is not divided by a weight"),
+        ({"weight": n_tokens, "reduction": {"a": "sum"}}, "mapping with the same names"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),  # no addresses: they differ
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),  # addresses differ between runs
 )
-def test_refused(options: dict[str, Any], text: str) -> None:
+def test_invalid_options_raise(options: dict[str, Any], text: str) -> None:
     model = tiny_lm()
     with pytest.raises(InputError, match=text):
         Accumulator(model, sgd(model.parameters()), lambda mb: {}, **options)
@@ -404,7 +406,7 @@ def test_returned_weights_need_a_loss_fn() -> None:
         (lambda a, first: {"a": a, "b": torch.stack([a, a])}, "term 'b' is a tensor of shape"),
     ],
 )
-def test_names_and_forms_that_differ(losses: Any, text: str, check: bool) -> None:
+def test_losses_that_differ_from_the_declared_terms_raise(losses: Any, text: str, check: bool) -> None:
     model = tiny_lm()
     start = start_of(model)
     batch = tokens(LENGTHS)
@@ -414,14 +416,14 @@ def test_names_and_forms_that_differ(losses: Any, text: str, check: bool) -> Non
         lambda mb: losses(token_mean(model, mb), bool((mb["labels"][0] == batch["labels"][0]).all())),
         microbatch_size=4,
         check=check,
-        weight={"a": words, "b": words},
+        weight={"a": n_tokens, "b": n_tokens},
     )
     with pytest.raises((InputError, KeyError), match=None if check else text):
         accumulate(batch)
     assert all(torch.equal(p, start[n]) and p.grad is None for n, p in model.named_parameters())
 
 
-def test_a_mapping_that_was_not_declared() -> None:
+def test_a_mapping_without_declared_terms_raises() -> None:
     model = tiny_lm()
     accumulate = Accumulator(
         model, sgd(model.parameters()), lambda mb: {"a": token_mean(model, mb)}, check=False
@@ -430,20 +432,20 @@ def test_a_mapping_that_was_not_declared() -> None:
         accumulate(tokens(LENGTHS))
 
 
-def test_the_check_looks_at_each_term() -> None:
+def test_the_check_covers_each_term() -> None:
     model = tiny_lm()
     accumulate = Accumulator(
         model,
         sgd(model.parameters()),
         lambda mb: {"tokens": token_mean(model, mb), "router": router_mean(model, mb)},
-        weight={"tokens": words, "router": words},  # the router's loss is a mean over samples
+        weight={"tokens": n_tokens, "router": n_tokens},  # the router's loss is a mean over samples
         microbatch_size=4,
     )
     with pytest.raises((LossSpecError, RuntimeError), match="term 'router'"):
         accumulate(tokens(LENGTHS))
 
 
-def test_the_term_that_is_not_finite_is_named() -> None:
+def test_the_error_of_a_non_finite_loss_names_its_term() -> None:
     model = tiny_lm()
 
     def losses(mb: Batch, *, gradient: bool) -> dict[str, Tensor]:
@@ -454,7 +456,7 @@ def test_the_term_that_is_not_finite_is_named() -> None:
         return {"tokens": token_mean(model, mb), "router": router}
 
     batch = tokens(LENGTHS)
-    bad = [i for i, part in enumerate(halves(batch, 2, 2, 2, 2)) if (part["labels"] == 5).any()]
+    bad = [i for i, mb in enumerate(slices(batch, 2, 2, 2, 2)) if (mb["labels"] == 5).any()]
     assert bad
     for gradient in (False, True):
         start = start_of(model)
@@ -462,7 +464,7 @@ def test_the_term_that_is_not_finite_is_named() -> None:
             model,
             sgd(model.parameters()),
             lambda mb, gradient=gradient: losses(mb, gradient=gradient),
-            weight={"tokens": words, "router": None},
+            weight={"tokens": n_tokens, "router": None},
             microbatch_size=2,
             check=False,
         )
@@ -471,13 +473,13 @@ def test_the_term_that_is_not_finite_is_named() -> None:
         assert all(torch.equal(p, start[n]) for n, p in model.named_parameters())
 
 
-# -- the oracle ----------------------------------------------------------------------------------------------
+# -- the reference gradient and verify -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_definition_is_the_large_batch(name: str) -> None:
+def test_the_reference_gradient_is_that_of_the_large_batch(name: str) -> None:
     case, batch, model = CASES[name], tokens(LENGTHS), tiny_lm()
-    parts = halves(batch, 1, 4, 3)
+    microbatches = slices(batch, 1, 4, 3)
     reductions, weights = case.options.get("reduction", "mean"), case.options.get("weight", {})
     terms: list[Any] = []
     for term in case.whole(model, batch):
@@ -486,10 +488,10 @@ def test_the_definition_is_the_large_batch(name: str) -> None:
             (
                 reductions[term] if isinstance(reductions, dict) else reductions,
                 lambda mb, term=term: case.losses(model, mb)[term],
-                [len(part["ids"]) if weigh is None else weigh(part) for part in parts],
+                [len(mb["ids"]) if weigh is None else weigh(mb) for mb in microbatches],
             )
         )
-    found, loss = reference.gradient(model.parameters(), parts, terms)
+    found, loss = reference.gradient(model.parameters(), microbatches, terms)
     whole = sum(case.whole(model, batch).values(), torch.zeros(()))
     assert loss == pytest.approx(whole.item(), rel=1e-12)
     for one, other in zip(found, torch.autograd.grad(whole, list(model.parameters())), strict=True):
@@ -498,7 +500,7 @@ def test_the_definition_is_the_large_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_verify_takes_all_terms_of_a_right_declaration(name: str) -> None:
+def test_verify_compares_all_terms_of_a_right_declaration(name: str) -> None:
     case, model, batch = CASES[name], tiny_lm(), tokens(LENGTHS)
     report = verify(model, lambda mb: case.losses(model, mb), batch, microbatch_size=3, **case.options)
     assert report.exact and not report.causes, report
@@ -507,8 +509,8 @@ def test_verify_takes_all_terms_of_a_right_declaration(name: str) -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 1e-13])
-def test_verify_names_the_term_that_is_declared_wrongly(share: float) -> None:
-    """Also one so small that the gradient of all terms agrees."""
+def test_verify_names_a_wrongly_declared_term(share: float) -> None:
+    """A term is checked alone, even if it is too small to change the summed gradient."""
     model, batch = tiny_lm(), tokens(LENGTHS)
 
     def losses(mb: Batch) -> Mapping[str, Tensor]:
@@ -529,11 +531,13 @@ def test_verify_checks_the_names_of_terms() -> None:
     with pytest.raises(
         InputError, match=r"named \['tokens', 'router'\], but the declared terms are \['tokens'\]"
     ):
-        verify(model, lambda mb: losses(model, mb), batch, microbatch_size=3, weight={"tokens": words})
-    assert verify(model, lambda mb: losses(model, mb)["tokens"], batch, microbatch_size=3, weight=words).exact
+        verify(model, lambda mb: losses(model, mb), batch, microbatch_size=3, weight={"tokens": n_tokens})
+    assert verify(
+        model, lambda mb: losses(model, mb)["tokens"], batch, microbatch_size=3, weight=n_tokens
+    ).exact
 
 
-def test_verify_takes_a_total() -> None:
+def test_verify_checks_reduction_total() -> None:
     model, batch = tiny_lm(), tokens(LENGTHS)
     assert verify(model, lambda mb: token_sum(model, mb), batch, microbatch_size=3, reduction="total").exact
     found = verify(model, lambda mb: token_mean(model, mb), batch, microbatch_size=3, reduction="total")
@@ -541,7 +545,7 @@ def test_verify_takes_a_total() -> None:
     assert found.causes
 
 
-def test_a_forward_for_the_weights_leaves_buffers_and_other_state() -> None:
+def test_the_forward_for_the_weights_restores_buffers_and_attributes() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -559,7 +563,7 @@ def test_a_forward_for_the_weights_leaves_buffers_and_other_state() -> None:
     accumulate = Accumulator(
         model,
         sgd(model.parameters()),
-        lambda mb: ({"a": token_mean(model, mb)}, {"a": words(mb)}),
+        lambda mb: ({"a": token_mean(model, mb)}, {"a": n_tokens(mb)}),
         microbatch_size=3,
         weight={"a": "returned"},
         check=False,
@@ -570,7 +574,7 @@ def test_a_forward_for_the_weights_leaves_buffers_and_other_state() -> None:
 
 
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_window_in_flight_is_resumed_bit_for_bit(after: int) -> None:
+def test_an_open_window_resumes_bitwise_equal(after: int) -> None:
     case, batch, state = CASES["a mean, a sum and a total"], tokens(LENGTHS), None
     results = []
     for broken in (False, True):
@@ -598,14 +602,14 @@ def test_a_window_in_flight_is_resumed_bit_for_bit(after: int) -> None:
     assert first.loss == second.loss
 
 
-def test_with_a_scaler() -> None:
+def test_terms_with_a_gradient_scaler() -> None:
     batches = [tokens(LENGTHS)]
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     train(CASES["token mean + sample mean"], batches, batches, microbatch_size=3, scaler=scaler)
 
 
 def test_terms_in_bfloat16_keep_their_factors() -> None:
-    """Losses that autocast leaves in bfloat16: a backward each, or their factors would be rounded."""
+    """Each bfloat16 loss has its own backward, so its factor is not rounded."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(1, 4, (7, 4), generator=generator).float() * 2.0**-3
     counts = torch.tensor([2.0, 1.0, 1.0, 2.0, 4.0, 1.0, 1.0])
@@ -626,7 +630,7 @@ def test_terms_in_bfloat16_keep_their_factors() -> None:
         weight={"samples": None, "sum": lambda mb: float(mb[1].sum())},
         check=False,
     )
-    pieces = [(x[i:j], counts[i:j]) for i, j in ((0, 1), (1, 3), (3, 7))]
-    accumulate(Window(pieces))
+    microbatches = [(x[i:j], counts[i:j]) for i, j in ((0, 1), (1, 3), (3, 7))]
+    accumulate(Window(microbatches))
     wanted = x.double().mean(0) + (x.double() * counts.double().unsqueeze(1)).sum(0) / 12
     assert float((found[0][0].double() - wanted).norm() / wanted.norm()) < 5e-7

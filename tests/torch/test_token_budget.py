@@ -1,4 +1,4 @@
-"""Windows of variable length: sorted, trimmed and packed, the update is that of the real large batch."""
+"""Token budgets: sorted, trimmed and packed windows give the update of the large batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def padded(lengths: list[int], *, seed: int = 4, width: int = 7) -> dict[str, Tensor]:
-    """`tokens` with ids that are padded too, and their lengths."""
+    """Return `tokens` with padded ids and their lengths."""
     batch = tokens(lengths, seed=seed, width=width)
     batch["lengths"] = torch.tensor(lengths)
     batch["ids"][torch.arange(width) >= batch["lengths"][:, None]] = 0
@@ -49,7 +49,7 @@ def padded(lengths: list[int], *, seed: int = 4, width: int = 7) -> dict[str, Te
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_update_is_that_of_the_large_batch(name: str) -> None:
+def test_the_update_is_that_of_the_large_batch(name: str) -> None:
     batches = [padded(LENGTHS, seed=seed) for seed in range(3)]
     budget = TokenBudget(9, **OPTIONS[name])
     both = train_both(tiny_lm, token_mean, batches, microbatch_size=budget, weight=count_tokens("labels"))
@@ -58,9 +58,9 @@ def test_an_update_is_that_of_the_large_batch(name: str) -> None:
     assert both.updates[0].weight == 30
     assert both.updates[0].samples == 8
     microbatches, sizes, order = microbatches_of(batches[0], budget, {}, need_samples=True)
-    assert sizes == [len(piece["ids"]) for piece in microbatches]
-    assert (order is not None) == ("sort" in name)  # premise: samples have changed places
-    narrow = {piece["ids"].shape[1] for piece in microbatches}
+    assert sizes == [len(mb["ids"]) for mb in microbatches]
+    assert (order is not None) == ("sort" in name)  # premise: samples are reordered
+    narrow = {mb["ids"].shape[1] for mb in microbatches}
     assert (min(narrow) < 7) == ("trim" in name)  # premise: padding was cut off
 
 
@@ -71,7 +71,7 @@ def test_an_update_is_that_of_the_large_batch(name: str) -> None:
     by=st.sampled_from(["samples", "tokens", "returned"]),
     seed=st.integers(0, 2**16),
 )
-def test_any_lengths(lengths: list[int], budget: int, options: str, by: str, seed: int) -> None:
+def test_random_lengths(lengths: list[int], budget: int, options: str, by: str, seed: int) -> None:
     assume(any(lengths))
     batch = padded(lengths, seed=seed)
     reference, model = tiny_lm(), tiny_lm()
@@ -106,7 +106,7 @@ def test_any_lengths(lengths: list[int], budget: int, options: str, by: str, see
 
 
 class NoisyLM(TinyLM):
-    """Dropout of every kind of shape that keeps its place within the sample when padding is cut off."""
+    """Model whose dropout draws do not depend on the width of the padding."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -119,8 +119,8 @@ class NoisyLM(TinyLM):
         return self.head(nn.functional.dropout1d(torch.tanh(self.mixer(x.cumsum(1))), 0.3, self.training))
 
 
-def drawn(batch: Any, size: int | TokenBudget, draw: Any) -> list[Any]:
-    """What `draw(microbatch)` gives for each sample, in the batch's order."""
+def results_per_sample(batch: Any, size: int | TokenBudget, draw: Any) -> list[Any]:
+    """Return the result of `draw(microbatch)` for each sample, in the order of the batch."""
     microbatches, sizes, order = microbatches_of(batch, size, {}, need_samples=True)
     assert sizes is not None
     order = list(range(sum(sizes))) if order is None else order
@@ -135,14 +135,16 @@ def drawn(batch: Any, size: int | TokenBudget, draw: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_each_sample_keeps_its_stream(name: str) -> None:
+def test_each_sample_keeps_its_random_stream(name: str) -> None:
     batch, model = padded(LENGTHS), NoisyLM()
-    reference = drawn(batch, 8, lambda microbatch: model(microbatch["ids"]))
-    again = drawn(batch, 8, lambda microbatch: model(microbatch["ids"]))
+    reference = results_per_sample(batch, 8, lambda microbatch: model(microbatch["ids"]))
+    again = results_per_sample(batch, 8, lambda microbatch: model(microbatch["ids"]))
     assert all(torch.equal(a, b) for a, b in zip(reference, again, strict=True))
     assert not torch.equal(reference[0][0], model.eval()(batch["ids"])[0][0])  # premise: there is noise
     model.train()
-    ours = drawn(batch, TokenBudget(9, **OPTIONS[name]), lambda microbatch: model(microbatch["ids"]))
+    ours = results_per_sample(
+        batch, TokenBudget(9, **OPTIONS[name]), lambda microbatch: model(microbatch["ids"])
+    )
     for mine, whole, length in zip(ours, reference, LENGTHS, strict=True):
         torch.testing.assert_close(mine[:length], whole[:length], rtol=1e-12, atol=1e-12)
 
@@ -177,8 +179,8 @@ def test_training_with_dropout_does_not_depend_on_the_packing(name: str) -> None
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_saved_window_goes_on_in_its_order(name: str) -> None:
-    """Saved in the middle of a sorted window, and gone on with by a new accumulator on the same batch."""
+def test_a_saved_window_resumes_in_its_order(name: str) -> None:
+    """A new accumulator resumes a window that was saved after two micro-batches."""
     batch, reference = padded(LENGTHS), trained(None, [padded(LENGTHS)])[0]
     model = NoisyLM()
     torch.manual_seed(11)
@@ -203,7 +205,7 @@ def test_a_saved_window_goes_on_in_its_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_sorted_window_goes_on_in_smaller_pieces_when_memory_runs_out(name: str) -> None:
+def test_out_of_memory_in_a_sorted_window_continues_in_smaller_micro_batches(name: str) -> None:
     batch, reference = padded(LENGTHS), trained(None, [padded(LENGTHS)])[0]
     model = NoisyLM()
     torch.manual_seed(11)
@@ -231,23 +233,23 @@ def text_lengths(batch: Any) -> list[int]:
 
 
 def test_the_text_recipe_pads_less() -> None:
-    """Lines of Python's library, as they come: about 24 % of positions are padding; packed: 5 % are left."""
+    """Packing lines of the Python library reduces padding from about 24 % to 5 % of positions."""
     recipe = text(lines=2048)
     batch = recipe.batch(torch.arange(128))
     longest = batch["ids"].shape[1]
     budget = TokenBudget(8 * longest, text_lengths, padded=True, sort=True, trim=("ids", "labels"))
     plain, packed = split(batch, 8), split(batch, budget)
     tokens = sum(text_lengths(batch))
-    before, after = (sum(piece["ids"].numel() for piece in pieces) for pieces in (plain, packed))
-    assert sum(sum(text_lengths(piece)) for piece in packed) == tokens  # all tokens are still there
+    before, after = (sum(mb["ids"].numel() for mb in microbatches) for microbatches in (plain, packed))
+    assert sum(sum(text_lengths(mb)) for mb in packed) == tokens  # no token is lost
     assert before == batch["ids"].numel()
     assert 1 - tokens / before > 0.15  # premise: lines differ in length
     assert after - tokens < 0.3 * (before - tokens)
-    assert len(packed) < len(plain)  # with no micro-batch larger than before
-    assert max(piece["ids"].numel() for piece in packed) <= max(piece["ids"].numel() for piece in plain)
+    assert len(packed) < len(plain)  # and no micro-batch is larger than before
+    assert max(mb["ids"].numel() for mb in packed) <= max(mb["ids"].numel() for mb in plain)
 
 
-def test_the_text_recipe_makes_the_same_update() -> None:
+def test_the_packed_text_recipe_gives_the_update_of_the_large_batch() -> None:
     recipe = text(lines=2048)
     batches = [recipe.batch(torch.arange(first, first + 64)) for first in (0, 64, 128)]
     both = train_both(
@@ -270,15 +272,15 @@ def verified(model: nn.Module, loss_fn: Any, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_verify_runs_the_packing_that_training_would(name: str) -> None:
+def test_verify_packs_as_training_does(name: str) -> None:
     model = tiny_lm()
     report = verified(model, lambda microbatch: token_mean(model, microbatch), OPTIONS[name])
     assert report.exact
     assert len(report.comparisons[0].split) >= 4
 
 
-def test_verify_finds_a_model_that_feels_padding() -> None:
-    """Trimming is exact only for a model to whose result padding adds nothing."""
+def test_verify_finds_a_model_whose_outputs_depend_on_padding() -> None:
+    """Trimming is exact only if padding does not change the outputs of the model."""
     model = tiny_lm()
 
     def loss_fn(microbatch: Any) -> Tensor:

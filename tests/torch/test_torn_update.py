@@ -1,4 +1,4 @@
-"""An update that broke half way: pooled statistics come before the step, and a torn state is refused."""
+"""Updates that fail half way: statistics are pooled before the step, and a torn state raises."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def accumulator(model: nn.Module, optimizer: Any, **options: Any) -> Accumulator
 
 @pytest.mark.parametrize("module", [0, 1])
 @pytest.mark.parametrize("windows", [0, 1])
-def test_no_memory_for_pooled_statistics_leaves_all_as_before(
+def test_out_of_memory_while_pooling_statistics_is_rolled_back(
     model: nn.Sequential, module: int, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are computed before the optimizer's step, where a failure can still be undone."""
+    """Statistics are pooled before the optimizer steps, so a failure is rolled back."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     accumulate = accumulator(model, optimizer, participants=[GhostBatchNorm()])
     batch = torch.randn(8, 3, dtype=F64)
@@ -76,15 +76,15 @@ def test_no_memory_for_pooled_statistics_leaves_all_as_before(
         patch.setattr(batchnorm, "_pooled", failing)
         with pytest.raises(OutOfMemoryError, match="as before the window"):
             accumulate(batch)
-    assert calls == [module + 1], "the premise: it has failed"
+    assert calls == [module + 1], "premise: pooling failed"
     assert same(before, contents(model, optimizer))
     assert [each.momentum for each in model if isinstance(each, nn.BatchNorm1d)] == [0.1, None]
     assert accumulate(batch).made
     assert not same(before, contents(model, optimizer))
 
 
-class Torn(torch.optim.Adam):
-    """Runs out of memory between two parameters, once."""
+class TornAdam(torch.optim.Adam):
+    """Adam that runs out of memory once, after it wrote one parameter."""
 
     fails = True
 
@@ -101,10 +101,10 @@ class Torn(torch.optim.Adam):
         return (parameter for group in self.param_groups for parameter in group["params"])
 
 
-def test_a_torn_update_is_refused_until_a_state_is_loaded() -> None:
+def test_after_a_torn_update_calls_raise_until_a_state_is_loaded() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1, dtype=F64)
-    optimizer = Torn(model.parameters(), lr=0.1)
+    optimizer = TornAdam(model.parameters(), lr=0.1)
     accumulate, batch = accumulator(model, optimizer), torch.randn(8, 3, dtype=F64)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     state = accumulate.state_dict()
@@ -122,8 +122,8 @@ def test_a_torn_update_is_refused_until_a_state_is_loaded() -> None:
     assert accumulate(batch).made
 
 
-def test_what_failed_before_the_step_tears_nothing() -> None:
-    """The state of this optimizer cannot be compared, but its step had not begun."""
+def test_a_failure_before_the_step_tears_nothing() -> None:
+    """The state of this optimizer cannot be compared, but its step did not begin."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1, dtype=F64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -139,14 +139,14 @@ def test_what_failed_before_the_step_tears_nothing() -> None:
     )
     with pytest.raises(Exception, match="the weight of the window is 0"):
         accumulate(torch.randn(8, 3, dtype=F64))
-    assert calls == 0, "the window is discarded: the state that it moved is as before"
+    assert calls == 0, "discarding the window restores this count"
 
 
 @pytest.mark.parametrize("windows", [0, 1])
-def test_an_error_while_statistics_are_pooled_is_itself(
+def test_an_error_while_pooling_statistics_propagates_unchanged(
     model: nn.Sequential, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no KeyError of a window that is closed twice."""
+    """No KeyError of a window that is closed twice replaces it."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     accumulate = accumulator(model, optimizer, participants=[GhostBatchNorm()])
     batch = torch.randn(8, 3, dtype=F64)
@@ -168,7 +168,7 @@ def test_an_error_while_statistics_are_pooled_is_itself(
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_masters_are_copied_where_a_hook_after_the_step_fails(error: type[BaseException]) -> None:
+def test_masters_are_copied_if_a_hook_after_the_step_fails(error: type[BaseException]) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1).bfloat16()
     masters = fp32_masters(model)
@@ -186,7 +186,7 @@ def test_masters_are_copied_where_a_hook_after_the_step_fails(error: type[BaseEx
     handle.remove()
     if error is ZeroDivisionError:
         assert isinstance(caught.value.__cause__, error)
-    assert not same(before, contents(model, optimizer)), "the premise: the step was made"
+    assert not same(before, contents(model, optimizer)), "premise: the optimizer stepped"
     for parameter, master in masters.items():
         assert torch.equal(parameter, master.bfloat16())
     with pytest.raises(OptimizerError, match="torn"):
@@ -196,10 +196,8 @@ def test_masters_are_copied_where_a_hook_after_the_step_fails(error: type[BaseEx
 
 
 @pytest.mark.parametrize("what", ["scaler", "global hook", "step of a subclass"])
-def test_a_fused_step_that_something_follows_is_not_taken_for_one_that_did_not_begin(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fused step moves no version: that it was made is known from the call alone."""
+def test_a_failure_after_a_fused_step_is_torn(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused step changes no version counter; only the call shows that it ran."""
 
     class After(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -229,12 +227,12 @@ def test_a_fused_step_that_something_follows_is_not_taken_for_one_that_did_not_b
     finally:
         if handle is not None:
             handle.remove()
-    assert not same(before, contents(model, optimizer)), "premise: it has stepped"
+    assert not same(before, contents(model, optimizer)), "premise: the optimizer stepped"
     with pytest.raises(OptimizerError, match="torn"):
         accumulate(batch)
 
 
-def test_a_mode_that_its_owner_leaves_later_is_left_alone() -> None:
+def test_a_torch_function_mode_that_outlives_the_window_stays_active() -> None:
     model = nn.Linear(3, 1, dtype=F64)
     accumulate = accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -249,8 +247,8 @@ def test_a_mode_that_its_owner_leaves_later_is_left_alone() -> None:
     assert accumulate(torch.randn(8, 3, dtype=F64)).made
 
 
-class Data(torch.optim.SGD):
-    """Somebody else's: its step writes where no version counter sees it, then fails once."""
+class WritesData(torch.optim.SGD):
+    """SGD that writes through `.data`, which changes no version counter, and fails once."""
 
     fails = True
 
@@ -265,24 +263,24 @@ class Data(torch.optim.SGD):
                 raise ValueError("half way")
 
 
-def written_elsewhere(parameter: Any) -> None:
+def write_through_numpy(parameter: Any) -> None:
     memory = parameter.detach().numpy()
     memory -= 0.1 * parameter.grad.numpy()
 
 
-class Numpy(Data):
+class WritesNumpy(WritesData):
     def write(self, parameter: Any) -> None:
-        written_elsewhere(parameter)
+        write_through_numpy(parameter)
 
 
-@pytest.mark.parametrize("kind", [Data, Numpy])
-def test_an_optimizer_whose_writes_are_not_seen_is_never_taken_for_untouched(kind: type[Data]) -> None:
+@pytest.mark.parametrize("kind", [WritesData, WritesNumpy])
+def test_a_failed_step_with_writes_unseen_by_version_counters_is_torn(kind: type[WritesData]) -> None:
     model = nn.Linear(3, 1, dtype=F64)
     accumulate, batch = accumulator(model, kind(model.parameters(), lr=0.1)), torch.randn(8, 3, dtype=F64)
     versions = [each._version for each in model.parameters()]
     with pytest.raises(OptimizerError, match="torn"):
         accumulate(batch)
-    assert versions == [each._version for each in model.parameters()], "the premise"
+    assert versions == [each._version for each in model.parameters()], "premise"
     with pytest.raises(OptimizerError, match="torn"):
         accumulate(batch)
     accumulate.load_state_dict(accumulate.state_dict())
@@ -290,7 +288,7 @@ def test_an_optimizer_whose_writes_are_not_seen_is_never_taken_for_untouched(kin
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Slow weights, which follow at every second step: they and the count are attributes."""
+    """Lookahead with slow weights and a step count in attributes, not in `state`."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -311,7 +309,7 @@ class Lookahead(torch.optim.Optimizer):
                 each.copy_(slow)
 
 
-def test_a_count_in_an_attribute_is_put_back() -> None:
+def test_a_count_in_an_attribute_is_rolled_back() -> None:
     def trained(*, fails: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model, batch = nn.Linear(3, 1, dtype=F64), torch.randn(8, 3, dtype=F64)
@@ -329,7 +327,7 @@ def test_a_count_in_an_attribute_is_put_back() -> None:
     assert same(trained(fails=False), trained(fails=True))
 
 
-def test_slow_weights_that_were_written_are_seen() -> None:
+def test_a_failed_step_that_wrote_slow_weights_is_torn() -> None:
     class Early(Lookahead):
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
@@ -342,7 +340,7 @@ def test_slow_weights_that_were_written_are_seen() -> None:
         accumulator(model, optimizer)(torch.randn(8, 3, dtype=F64))
 
 
-def test_a_rate_that_a_hook_writes_in_place_is_never_taken_for_untouched() -> None:
+def test_a_failed_hook_that_wrote_the_learning_rate_is_torn() -> None:
     model = nn.Linear(3, 1, dtype=F64)
     rate = torch.tensor(0.1)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, foreach=False, capturable=False)
@@ -354,11 +352,11 @@ def test_a_rate_that_a_hook_writes_in_place_is_never_taken_for_untouched() -> No
     optimizer.register_step_pre_hook(decay)
     with pytest.raises(OptimizerError, match="torn"):
         accumulator(model, optimizer)(torch.randn(8, 3, dtype=F64))
-    assert float(rate) == pytest.approx(0.05), "the premise: it is the same tensor"
+    assert float(rate) == pytest.approx(0.05), "premise: the hook wrote to this tensor"
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_that_is_left_out_leaves_the_scale_alone(scaled: bool) -> None:
+def test_a_skipped_step_keeps_the_scale(scaled: bool) -> None:
     model, other = nn.Linear(3, 1, dtype=F64), nn.Linear(3, 1, dtype=F64)
     optimizer, unused = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
     optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
@@ -371,7 +369,7 @@ def test_a_step_that_is_left_out_leaves_the_scale_alone(scaled: bool) -> None:
         check=False,
         scaler=scaler,
     )
-    update = both(torch.randn(8, 3, dtype=F64))  # the second optimizer has nothing to do: that is no half
+    update = both(torch.randn(8, 3, dtype=F64))  # the second optimizer has no gradients: not torn
     assert update.skipped == "the optimizer did not step: SGD.step() did nothing"
     assert scaler is None or scaler.get_scale() == 8.0
     del optimizer.step
@@ -379,8 +377,8 @@ def test_a_step_that_is_left_out_leaves_the_scale_alone(scaled: bool) -> None:
     assert scaler is None or scaler.get_scale() == 16.0
 
 
-def hooked(model: nn.Module) -> torch.optim.Optimizer:
-    """Decoupled weight decay in a hook, and a second hook that fails."""
+def with_failing_hook(model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW with weight decay in a hook that fails after it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def decay(*_: object) -> None:
@@ -392,8 +390,8 @@ def hooked(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def replaced(model: nn.Module) -> torch.optim.Optimizer:
-    """The step of an object in the place of that of its class, whose name and signature it has."""
+def with_replaced_step(model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD with `step` replaced on the instance by a wrapped function that fails."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     @functools.wraps(optimizer.step)
@@ -406,25 +404,25 @@ def replaced(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-class Reaching(torch.optim.SGD):
-    """Changes something by `reach`, then fails once, before any parameter is written."""
+class FailsAfterChange(torch.optim.SGD):
+    """SGD that calls `change`, then fails once before its own step."""
 
-    def __init__(self, parameters: Any, reach: Any) -> None:
+    def __init__(self, parameters: Any, change: Any) -> None:
         super().__init__(parameters, lr=0.1)
-        self.reach, self.fails = reach, True
+        self.change, self.fails = change, True
         self.box, self.numbers = SimpleNamespace(count=0), [1.0, 2.0]
         self.generator, self.param_groups[0]["scale"] = torch.Generator(), torch.ones(2)
 
     def step(self, closure: Any = None) -> Any:
-        self.reach(self)
+        self.change(self)
         if self.fails:
             self.fails = False
             raise ValueError("half way")
         return super().step(closure)
 
 
-def fused(optimizer: Reaching) -> None:
-    """Write by a kernel that moves no version counter."""
+def write_fused(optimizer: FailsAfterChange) -> None:
+    """Write a parameter with a kernel that changes no version counter."""
     (parameter, *_) = optimizer.param_groups[0]["params"]
     options: dict[str, Any] = {"weight_decay": 0, "momentum": 0, "lr": 0.1, "dampening": 0}
     kernels: Any = torch
@@ -433,8 +431,8 @@ def fused(optimizer: Reaching) -> None:
     )
 
 
-REACHES: dict[str, Any] = {
-    "a fused kernel": fused,
+CHANGES: dict[str, Any] = {
+    "a fused kernel": write_fused,
     "a tensor of a group": lambda o: o.param_groups[0]["scale"].mul_(2),
     "an object": lambda o: setattr(o.box, "count", o.box.count + 1),
     "a list": lambda o: o.numbers.__setitem__(0, o.numbers[0] + 1.5),
@@ -442,13 +440,21 @@ REACHES: dict[str, Any] = {
 }
 
 
-MAKES: dict[str, Any] = {"a hook": hooked, "a step put in its place": replaced, **dict.fromkeys(REACHES)}
+OPTIMIZERS: dict[str, Any] = {
+    "a hook": with_failing_hook,
+    "a replaced step": with_replaced_step,
+    **dict.fromkeys(CHANGES),
+}
 
 
-@pytest.mark.parametrize("make", MAKES)
-def test_whatever_a_failed_step_has_changed_is_announced(make: str) -> None:
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_failed_step_that_changed_anything_is_torn(make: str) -> None:
     model = nn.Linear(3, 1, dtype=F64)
-    optimizer = Reaching(model.parameters(), REACHES[make]) if MAKES[make] is None else MAKES[make](model)
+    optimizer = (
+        FailsAfterChange(model.parameters(), CHANGES[make])
+        if OPTIMIZERS[make] is None
+        else OPTIMIZERS[make](model)
+    )
     accumulate, batch = accumulator(model, optimizer), torch.randn(8, 3, dtype=F64)
     with pytest.raises(OptimizerError, match="torn"):
         accumulate(batch)
@@ -457,7 +463,7 @@ def test_whatever_a_failed_step_has_changed_is_announced(make: str) -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_the_bits_of_a_tensor_show_the_smallest_change(large: bool) -> None:
+def test_contents_detect_the_smallest_change_of_a_tensor(large: bool) -> None:
     parameter = nn.Parameter(torch.randn(100_001 if large else 7))
     optimizer = torch.optim.SGD([parameter])
     parameter.data[3] = torch.nan
@@ -467,28 +473,28 @@ def test_the_bits_of_a_tensor_show_the_smallest_change(large: bool) -> None:
     assert not before.is_unchanged() and before.parameters_changed()
 
 
-class Part(Tensor):
-    """A part of a tensor, which every operation would bring together from all ranks."""
+class ShardOfTensor(Tensor):
+    """Shard of a tensor; each operation on it would all-gather."""
 
     calls = 0
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        Part.calls += 1
+        ShardOfTensor.calls += 1
         return NotImplemented
 
 
-def test_a_tensor_of_another_class_is_not_read() -> None:
+def test_contents_do_not_read_tensor_subclasses() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer: Any = torch.optim.SGD([parameter])
-    optimizer.buffer = torch.ones(2).as_subclass(Part)
-    Part.calls = 0
+    optimizer.buffer = torch.ones(2).as_subclass(ShardOfTensor)
+    ShardOfTensor.calls = 0
     assert not Contents(optimizer, [parameter]).is_unchanged()
-    assert Part.calls == 0
+    assert ShardOfTensor.calls == 0
 
 
 class WarmUp(torch.optim.Optimizer):
-    """Leaves out its first two steps."""
+    """Wrapper that skips its first two steps."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -500,13 +506,13 @@ class WarmUp(torch.optim.Optimizer):
         return self.inner.step() if self.calls > 2 else None
 
 
-def test_a_wrapper_that_counts_the_steps_it_leaves_out_comes_to_its_first() -> None:
+def test_a_wrapper_keeps_its_count_of_skipped_steps() -> None:
     model, batch = nn.Linear(3, 1, dtype=F64), torch.randn(8, 3, dtype=F64)
     accumulate = accumulator(model, WarmUp(torch.optim.SGD(model.parameters(), lr=0.1)))
     assert [accumulate(batch).made for _ in range(4)] == [False, False, True, True]
 
 
-def test_a_step_whose_writes_no_counter_shows_was_made() -> None:
+def test_a_step_with_writes_unseen_by_version_counters_is_made() -> None:
     model, batch = nn.Linear(3, 1, dtype=F64), torch.randn(8, 3, dtype=F64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

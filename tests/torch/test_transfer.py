@@ -1,6 +1,6 @@
-"""Copies to the device: one micro-batch ahead, and nothing of the last one left.
+"""Transfers to the device: the next micro-batch is prefetched, and the last one is freed.
 
-On the meta device, which every torch has: there is a copy, but no stream. What streams do was not run here.
+The meta device has copies but no streams, so `FakeCuda` records streams and events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ META = torch.device("meta")
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of the micro-batches copied so far."""
+    """Return the lengths of the micro-batches copied so far."""
     lengths: list[int] = []
     to = Tensor.to
 
@@ -38,7 +38,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def test_the_next_micro_batch_is_under_way_once_the_work_on_one_is_launched(copied: list[int]) -> None:
+def test_the_next_micro_batch_is_prefetched_once_one_is_launched(copied: list[int]) -> None:
     batches, transfer = [torch.zeros(n) for n in (1, 2, 3)], Transfer(META)
     taken_first, launched = [], []
     for index in range(3):
@@ -48,8 +48,8 @@ def test_the_next_micro_batch_is_under_way_once_the_work_on_one_is_launched(copi
         for _ in range(2):  # two losses of a micro-batch
             transfer.launched(batches, index)
         launched.append(list(copied))
-    assert taken_first == [[1], [1, 2], [1, 2, 3]], "nothing stands between a micro-batch and its work"
-    assert launched == [[1, 2], [1, 2, 3], [1, 2, 3]], "each once, one ahead"
+    assert taken_first == [[1], [1, 2], [1, 2, 3]], "no prefetch delays the work on a micro-batch"
+    assert launched == [[1, 2], [1, 2, 3], [1, 2, 3]], "each is copied once, one ahead"
 
 
 def test_a_window_copies_the_next_micro_batch_in_its_backward(copied: list[int]) -> None:
@@ -68,12 +68,12 @@ def test_a_window_copies_the_next_micro_batch_in_its_backward(copied: list[int])
 
 
 class FakeCuda:
-    """Streams and events of CUDA, recorded; the device is `meta`."""
+    """Recorder of CUDA streams and events on the meta device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.pinned = 0
-        self.out_of: str | None = None
+        self.pin_error: str | None = None
         log, outer = self.log, self
 
         class Event:
@@ -90,21 +90,21 @@ class FakeCuda:
                 log.append(f"wait for {self.number}")
 
         def pin(tensor: Tensor) -> Tensor:
-            if outer.out_of is not None:
-                raise RuntimeError(outer.out_of)
+            if outer.pin_error is not None:
+                raise RuntimeError(outer.pin_error)
             outer.pinned += 1
             log.append(f"pin {len(tensor)}")
             return tensor
 
-        sides: list[_Named] = []
-        computing = _Named("computing", log)
+        sides: list[_FakeStream] = []
+        computing = _FakeStream("computing", log)
 
-        def stream(device: Any) -> _Named:
-            sides.append(_Named(f"side {len(sides)}", log))
+        def stream(device: Any) -> _FakeStream:
+            sides.append(_FakeStream(f"side {len(sides)}", log))
             return sides[-1]
 
         @contextmanager
-        def using(stream: _Named) -> Iterator[None]:
+        def using(stream: _FakeStream) -> Iterator[None]:
             log.append(f"on {stream}:")
             yield
 
@@ -117,7 +117,7 @@ class FakeCuda:
         monkeypatch.setattr(Tensor, "pin_memory", pin)
 
 
-class _Named:
+class _FakeStream:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
@@ -131,7 +131,7 @@ class _Named:
         self.log.append(f"{self.name} waits for {other}")
 
 
-def _worked_through(transfer: Transfer, count: int, log: list[str]) -> None:
+def _run(transfer: Transfer, count: int, log: list[str]) -> None:
     batches = [torch.zeros(n + 1) for n in range(count)]
     for index in range(count):
         transfer.take(batches, index)
@@ -140,9 +140,9 @@ def _worked_through(transfer: Transfer, count: int, log: list[str]) -> None:
 
 
 def test_two_micro_batches_are_on_the_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy is pinned after the work before it is launched, and waits for the work before that."""
+    """Micro-batch 3 is pinned once micro-batch 2 is launched and micro-batch 1 has ended."""
     cuda = FakeCuda(monkeypatch)
-    _worked_through(Transfer(META), 4, cuda.log)
+    _run(Transfer(META), 4, cuda.log)
     assert [entry for entry in cuda.log if entry != "on side 0:"] == [
         "pin 1",
         "launch 1",
@@ -163,26 +163,26 @@ def test_two_micro_batches_are_on_the_device_at_a_time(monkeypatch: pytest.Monke
     ]
 
 
-def test_a_window_that_was_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_window_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, transfer = FakeCuda(monkeypatch), Transfer(META)
-    _worked_through(transfer, 2, cuda.log)
+    _run(transfer, 2, cuda.log)
     transfer.forget()
     cuda.log.clear()
-    _worked_through(transfer, 2, cuda.log)
+    _run(transfer, 2, cuda.log)
     assert not any(entry.startswith("wait for") for entry in cuda.log)
 
 
-def test_without_memory_to_pin_copies_come_from_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_not_pinned_if_pinning_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    cuda.out_of = "CUDA error: out of memory"
-    _worked_through(Transfer(META), 3, cuda.log)
+    cuda.pin_error = "CUDA error: out of memory"
+    _run(Transfer(META), 3, cuda.log)
     assert cuda.pinned == 0
-    cuda.out_of = "CUDA error: an illegal memory access was encountered"
+    cuda.pin_error = "CUDA error: an illegal memory access was encountered"
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        _worked_through(Transfer(META), 2, cuda.log)
+        _run(Transfer(META), 2, cuda.log)
 
 
-def test_a_copy_ahead_for_which_there_is_no_memory_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefetch_that_runs_out_of_memory_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     batches, transfer = [torch.zeros(n) for n in (1, 2)], Transfer(META)
     transfer.take(batches, 0)
     to = Tensor.to
@@ -196,8 +196,8 @@ def test_a_copy_ahead_for_which_there_is_no_memory_is_made_later(monkeypatch: py
     assert len(transfer.take(batches, 1)) == 2
 
 
-def test_rows_for_the_host_are_copied_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads them waits for these copies; the computation of the next rows does not."""
+def test_offloading_overlaps_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a reader of offloaded rows waits for their copy; other computation does not."""
     cuda = FakeCuda(monkeypatch)
     monkeypatch.setattr(
         "superbatch.torch.virtual.run.store.empty_on_host", lambda like: torch.zeros(like.shape)
@@ -219,14 +219,14 @@ def test_rows_for_the_host_are_copied_beside_the_computation(monkeypatch: pytest
     ]
     cuda.log.clear()
     ahead.fetch("next", kept)
-    assert cuda.log == ["computing waits for side 1"], "and not for the copy to the host of later rows"
+    assert cuda.log == ["computing waits for side 1"], "and not for copies of later rows to the host"
     cuda.log.clear()
     ahead.fetch("another", kept)
     assert cuda.log == ["computing waits for side 0"]
 
 
-def test_rows_on_their_way_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However far the host is ahead: one tensor more is held, and the computation waits for its copy."""
+def test_pending_copies_to_the_host_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor is kept alive for its copy; the computation waits for earlier copies."""
     cuda = FakeCuda(monkeypatch)
     monkeypatch.setattr(
         "superbatch.torch.virtual.run.store.empty_on_host", lambda like: torch.zeros(like.shape)
@@ -234,10 +234,10 @@ def test_rows_on_their_way_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Tensor, "copy_", lambda self, *args, **options: self)
     store, alive = Store(META, budget=0), []
     for _ in range(4):
-        piece = torch.zeros(2, device="meta")
-        alive.append(weakref.ref(piece))
-        store.keep(piece)
-        del piece
+        rows = torch.zeros(2, device="meta")
+        alive.append(weakref.ref(rows))
+        store.keep(rows)
+        del rows
         assert sum(reference() is not None for reference in alive) == 1
     waits = [entry for entry in cuda.log if entry.startswith("computing waits")]
     assert waits == [f"computing waits for event {number}" for number in range(3)]
@@ -255,7 +255,7 @@ def test_pinned_memory_is_released_with_the_caches(monkeypatch: pytest.MonkeyPat
     assert emptied == ["device", "host"]
 
 
-def test_what_was_cut_otherwise_meanwhile_is_copied_anew(copied: list[int]) -> None:
+def test_a_micro_batch_split_after_its_prefetch_is_copied_again(copied: list[int]) -> None:
     batches, transfer = [torch.zeros(n) for n in (4, 5)], Transfer(META)
     transfer.take(batches, 0)
     transfer.launched(batches, 0)
@@ -264,7 +264,7 @@ def test_what_was_cut_otherwise_meanwhile_is_copied_anew(copied: list[int]) -> N
     assert copied == [4, 5, 2, 3]
 
 
-def test_the_last_micro_batch_is_gone_when_the_next_is_taken() -> None:
+def test_the_last_micro_batch_is_freed_once_the_next_is_taken() -> None:
     batches, transfer = [torch.zeros(n) for n in (1, 2, 3)], Transfer(META)
     alive: list[weakref.ref[Tensor]] = []
 
@@ -281,13 +281,13 @@ def test_the_last_micro_batch_is_gone_when_the_next_is_taken() -> None:
     assert not transfer._prefetched
 
 
-def test_without_a_device_micro_batches_stay_where_they_are() -> None:
+def test_without_a_device_micro_batches_are_not_copied() -> None:
     batches = [torch.zeros(1), torch.zeros(2)]
     assert Transfer(None).take(batches, 1) is batches[1]
     assert Transfer(torch.device("cpu")).take([(batches[0],)], 0)[0] is batches[0]
 
 
-def test_a_dict_is_moved_where_its_tensors_are_elsewhere():
+def test_a_dict_is_moved_if_a_tensor_is_on_another_device():
     batch = {"x": torch.zeros(2), "y": torch.zeros(2, device="meta")}
     assert {leaf.device.type for leaf in to_device(batch, torch.device("meta")).values()} == {"meta"}
     there = {"x": torch.zeros(2)}

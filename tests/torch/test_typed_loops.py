@@ -1,4 +1,4 @@
-"""Loops of a user run as they are written, and their types are known to a type checker."""
+"""Documented loops run as written, and a type checker infers their types."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ def test_documented_loops_run() -> None:
     assert isinstance(found["model"], nn.Linear)
     assert found["made"] is True
     assert found["norm"] > 0
-    assert found["accumulate"].updates == 4, "each of the four loops makes its update"
+    assert found["accumulate"].updates == 4, "each of the four loops makes one update"

@@ -1,4 +1,4 @@
-"""`verify` gives the right verdict, names the right cause, and leaves everything as it was."""
+"""Verdicts and causes of `verify`, and the state it restores."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check(problem: Problem, **options: Any) -> Verification:
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
-def test_exact(case: Case) -> None:
+def test_exact_cases(case: Case) -> None:
     report = check(case.make())
     assert report.exact, str(report)
     assert report.causes == ()
@@ -52,7 +52,7 @@ def test_exact(case: Case) -> None:
     assert float64.against == "batch"
     assert len(float64.split) == 3
     assert float64.reference_split == (12,)
-    # The premise of a comparison: there are gradients to be compared.
+    # Premise: there are gradients to compare.
     assert float64.parameters
     assert max(parameter.norm for parameter in float64.parameters) > 1e-3
     assert float64.largest < 1e-13
@@ -60,7 +60,7 @@ def test_exact(case: Case) -> None:
 
 @pytest.mark.parametrize("case", NOT_EXACT, ids=lambda case: case.name)
 @pytest.mark.sampled(2)
-def test_not_exact_and_why(case: Case) -> None:
+def test_inexact_cases_name_their_cause(case: Case) -> None:
     report = check(case.make())
     assert not report.exact
     assert not report.comparisons[1].exact
@@ -100,7 +100,7 @@ def test_several_causes_are_all_named() -> None:
     ]
 
 
-def test_what_cannot_be_repeated_is_said_to_be_so() -> None:
+def test_a_loss_that_cannot_be_repeated_is_nondeterministic() -> None:
     model, calls = mlp(), []
 
     def loss_fn(batch: Any) -> Tensor:
@@ -112,7 +112,7 @@ def test_what_cannot_be_repeated_is_said_to_be_so() -> None:
     assert "counter" in report.causes[0].remedy
 
 
-def test_coupling_that_rests_is_a_finding_not_a_cause() -> None:
+def test_inactive_coupling_is_a_finding_not_a_cause() -> None:
     class Rare(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x - x.mean(0) if x.abs().max() > 3 else x
@@ -123,7 +123,7 @@ def test_coupling_that_rests_is_a_finding_not_a_cause() -> None:
     assert [(finding.kind, finding.module) for finding in report.findings] == [("coupled", "1")]
 
 
-def test_state_that_does_not_matter_is_a_finding_not_a_cause() -> None:
+def test_state_without_effect_is_a_finding_not_a_cause() -> None:
     model = nn.Sequential(
         nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
     )
@@ -133,7 +133,7 @@ def test_state_that_does_not_matter_is_a_finding_not_a_cause() -> None:
     assert [(finding.kind, finding.module) for finding in report.findings] == [("state", "1")]
 
 
-def test_a_penalty_in_a_sum_is_added_by_every_microbatch() -> None:
+def test_a_penalty_in_a_sum_is_added_once_per_micro_batch() -> None:
     model = mlp()
 
     def loss_fn(b: Any) -> Tensor:
@@ -146,7 +146,7 @@ def test_a_penalty_in_a_sum_is_added_by_every_microbatch() -> None:
 
 
 @pytest.mark.parametrize("participants", [[], [PerSampleRandom()]], ids=str)
-def test_random_numbers_from_elsewhere_than_torch(participants: list[Any]) -> None:
+def test_random_numbers_of_python(participants: list[Any]) -> None:
     model = mlp()
     loss_fn = lambda b: F.cross_entropy(model(b[0] * random.random()), b[1])  # noqa: E731
     report = check(Problem(model, loss_fn, flat_batch()), participants=participants)
@@ -165,7 +165,7 @@ def test_a_loss_that_depends_on_the_order_of_the_batch() -> None:
     assert [(cause.kind, cause.found_by) for cause in report.causes] == [("coupled_loss", "reversed batch")]
 
 
-def test_microbatches_that_the_model_refuses() -> None:
+def test_micro_batches_on_which_the_model_raises() -> None:
     with pytest.raises(
         InputError,
         match=r"not on micro-batches with microbatch_size=.* .ValueError: Expected more than 1 value",
@@ -173,7 +173,7 @@ def test_microbatches_that_the_model_refuses() -> None:
         check(supervised(mlp(nn.BatchNorm1d(8))), microbatch_size=1)
 
 
-def test_the_likeliest_of_equal_counts_is_named() -> None:
+def test_labels_are_preferred_among_equal_counts() -> None:
     problem = language()
     batch = problem.batch
     batch["ids"] = batch["ids"] * (batch["labels"] != -100)
@@ -204,7 +204,7 @@ def test_two_splits_give_the_same_verdict(case: Case, size: int) -> None:
     assert [cause.kind for cause in report.causes] == ([case.kind] if case.kind else [])
 
 
-def test_a_token_mean_is_found_out_from_two_splits() -> None:
+def test_two_splits_find_the_wrong_weight_of_a_token_mean() -> None:
     report = check(language(), against="splits", microbatch_size=6)
     assert [cause.kind for cause in report.causes] == ["weight"]
 
@@ -244,7 +244,7 @@ def test_out_of_memory_falls_back_to_two_splits(error: Exception) -> None:
         check(Problem(model, loss_fn, flat_batch()), against="batch")
 
 
-def test_other_errors_are_not_taken_for_lack_of_memory() -> None:
+def test_other_errors_are_not_taken_for_out_of_memory() -> None:
     model = mlp()
 
     def loss_fn(batch: Any) -> Tensor:
@@ -268,7 +268,7 @@ def test_a_real_limit_of_memory() -> None:
             return (model(x) * torch.ones(200_000, dtype=x.dtype)).tanh().mean()
         def size():
             return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        verify(model, loss_fn, torch.randn(4, 64), microbatch_size=2)  # loads what is loaded once
+        verify(model, loss_fn, torch.randn(4, 64), microbatch_size=2)  # fill lazy caches
         resource.setrlimit(resource.RLIMIT_AS, (size() + 400_000_000,) * 2)  # ten micro-batches
         report = verify(model, loss_fn, torch.randn(400, 64), microbatch_size=4)
         print(report.exact, [c.against for c in report.comparisons])
@@ -335,7 +335,7 @@ def test_bfloat16() -> None:
 
 
 def test_low_precision_that_loses_the_sum_is_named() -> None:
-    """Every micro-batch's gradient is lost beside the first one's."""
+    """float16 rounds away every gradient but that of the first micro-batch."""
     model = nn.Linear(1, 1, bias=False).half()
     batch = torch.cat([torch.full((1, 1), 256.0), torch.full((15, 1), 0.1)]).half()
     loss_fn = lambda x: model(x).sum() * 10  # noqa: E731
@@ -354,7 +354,7 @@ def test_rounding_of_a_deep_relu_net_is_not_taken_for_an_error() -> None:
 
 
 def test_a_graph_that_is_still_alive() -> None:
-    """Autograd holds nodes of the parameters, made when they were float32."""
+    """An open graph keeps autograd nodes of the parameters in float32."""
     problem = EXACT[0].make()
     loss = problem.loss_fn(problem.batch)
     reference = torch.autograd.grad(problem.loss_fn(problem.batch), list(problem.model.parameters()))
@@ -365,7 +365,7 @@ def test_a_graph_that_is_still_alive() -> None:
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_the_hooks_of_ddp_stay_on(tmp_path: Path) -> None:
+def test_ddp_hooks_are_kept(tmp_path: Path) -> None:
     child = textwrap.dedent(
         """
         import sys, torch
@@ -381,7 +381,7 @@ def test_the_hooks_of_ddp_stay_on(tmp_path: Path) -> None:
             future = torch.futures.Future()
             future.set_result(bucket.buffer())
             return future
-        dist._register_comm_hook(ddp.reducer, None, hook)  # below what is refused
+        dist._register_comm_hook(ddp.reducer, None, hook)  # on the reducer, not on the module
         batch = torch.randn(6, 2)
         report = verify(model, lambda x: model(x).square().mean(), batch, microbatch_size=2)
         print(report.exact, report.notes)
@@ -403,7 +403,7 @@ def test_the_hooks_of_ddp_stay_on(tmp_path: Path) -> None:
     assert lines[2].startswith("DistributedDataParallel (the model itself) averages gradients over ranks")
 
 
-# -- nothing is changed --------------------------------------------------------------------------------------
+# -- restored state ------------------------------------------------------------------------------------------
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
@@ -434,8 +434,8 @@ def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
         assert torch.equal(tensor, bits_after[name]), name
 
 
-def with_everything() -> nn.Sequential:
-    """Tied weights, views of one storage, buffers, a frozen part, a counter, gradients from before."""
+def model_with_all_state() -> nn.Sequential:
+    """Return a model with tied weights, shared storage, buffers, a frozen bias, a counter and gradients."""
     model = nn.Sequential(*tied(), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 4))
     flat = torch.randn(28)
     model[5].weight.data, model[5].bias.data = flat[:24].view(4, 6), flat[24:]
@@ -448,8 +448,8 @@ def with_everything() -> nn.Sequential:
     return model
 
 
-def test_everything_is_left_as_it_was() -> None:
-    model = with_everything()
+def test_verify_restores_all_state() -> None:
+    model = model_with_all_state()
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.step()
     optimizer_state = copy.deepcopy(optimizer.state_dict())
@@ -476,8 +476,8 @@ def test_everything_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("call", [1, 2, 4, 9, 20, 30])
-def test_everything_is_left_as_it_was_after_an_exception(call: int) -> None:
-    model, calls = with_everything(), []
+def test_verify_restores_all_state_after_an_exception(call: int) -> None:
+    model, calls = model_with_all_state(), []
 
     class Stop(BaseException):
         pass
@@ -498,7 +498,7 @@ def test_everything_is_left_as_it_was_after_an_exception(call: int) -> None:
     assert_same(before, snapshot(model))
 
 
-def test_a_model_trains_on_after_verify_as_if_nothing_had_been() -> None:
+def test_training_with_verify_is_bitwise_equal_to_training_without() -> None:
     def train(*, verified: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = mlp(nn.BatchNorm1d(8), nn.Dropout(0.2))
@@ -645,7 +645,7 @@ def test_wrong_model_loss_and_batch() -> None:
         )
 
 
-def test_a_loss_that_is_not_finite() -> None:
+def test_a_non_finite_loss_raises() -> None:
     model = mlp()
     with pytest.raises(NonFiniteError):
         check(Problem(model, lambda b: model(b[0]).sum() * math.inf, flat_batch()))

@@ -1,4 +1,4 @@
-"""What `verify` puts down to rounding where there is no float64 to compare with."""
+"""Rounding tolerance of `verify` without a float64 reference."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from superbatch.torch import verify
 from superbatch.torch.checks.probing import rounding
 
 
-class _Coarse(torch.autograd.Function):
-    """A product whose rounding depends on the number of rows and their order, as kernels' does."""
+class _CoarseProduct(torch.autograd.Function):
+    """Matrix product whose rounding depends on the number and order of rows, as in kernels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class _Coarse(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
         place = torch.arange(len(x), dtype=x.dtype)[:, None]
-        # As TF32 does: float64 is not rounded so.
+        # Like TF32, this rounds float32 only.
         wobble = 1 + 3e-4 * (x.dtype == torch.float32) * torch.sin(12.9898 * place + len(x))
         return grads[0] @ weight.T, (x * wobble).T @ grads[0]
 
@@ -38,7 +38,7 @@ class _Model(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Any = _Coarse.apply(self.drop(x), self.weight)
+        out: Any = _CoarseProduct.apply(self.drop(x), self.weight)
         return out
 
 
@@ -52,7 +52,7 @@ def _verified(model: nn.Module, wrong: float = 0.0) -> Any:
     return verify(model, loss_fn, torch.randn(12, 4), microbatch_size=4, dtype="own")
 
 
-def test_the_floor_is_measured_on_the_large_batch() -> None:
+def test_the_tolerance_is_measured_on_the_large_batch() -> None:
     report = _verified(_Model())
     (comparison,) = report.comparisons
     assert comparison.largest > 1e-5, "premise: kernels differ by more than float32 rounds"
@@ -60,25 +60,25 @@ def test_the_floor_is_measured_on_the_large_batch() -> None:
     assert report.exact
 
 
-def test_what_is_wrong_by_more_than_the_floor_is_found() -> None:
+def test_an_error_above_the_measured_tolerance_is_found() -> None:
     assert not _verified(_Model(), wrong=0.05).exact
 
 
-def test_mutant_knows_one_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_without_a_measured_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["superbatch.torch.checks.probing.report"]
     monkeypatch.setattr(module, "measured_floor", lambda setting, reference: 0.0)
     assert not _verified(_Model()).exact
 
 
-def test_random_numbers_are_no_floor() -> None:
-    """Samples in another order draw other masks: a difference as large as what is looked for."""
+def test_random_numbers_do_not_raise_the_tolerance() -> None:
+    """Dropout masks depend on the order of samples; this must not raise the tolerance."""
     report = _verified(_Model(0.5))
     (comparison,) = report.comparisons
     assert comparison.tolerance < 5e-3
     assert not report.exact
 
 
-def test_a_model_of_float32_keeps_its_tolerance() -> None:
+def test_a_plain_float32_model_keeps_the_default_tolerance() -> None:
     model = nn.Linear(4, 2)
     report = verify(
         model, lambda x: model(x).square().mean(), torch.randn(12, 4), microbatch_size=4, dtype="own"
@@ -88,7 +88,7 @@ def test_a_model_of_float32_keeps_its_tolerance() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_eight_bits_do_not_count_as_float32(dtype: torch.dtype) -> None:
+def test_float8_has_its_own_tolerance(dtype: torch.dtype) -> None:
     tolerance, most = rounding.rounding_of(dtype, nn.Linear(1, 1))
     assert torch.finfo(dtype).eps <= tolerance < most < 1
 

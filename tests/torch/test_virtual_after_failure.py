@@ -1,4 +1,4 @@
-"""What a block that failed leaves behind, and what is refused beside one."""
+"""State after a failed `virtual_batch` block, errors of wrong use, and the report."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def make() -> Any:
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("before", [None, 5.0])
-def test_leaves_that_are_no_parameters_of_the_models_are_as_before(before: float | None, asked: bool) -> None:
-    """A temperature of the loss, and a batch that asks for a gradient: a second try adds nothing twice."""
+def test_gradients_of_leaves_outside_the_model_are_rolled_back(before: float | None, read: bool) -> None:
+    """A temperature and inputs with gradients: a retry after a failure counts them once."""
     model, temperature = make(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
     x = X.clone().requires_grad_()
     if before is not None:
@@ -43,7 +43,7 @@ def test_leaves_that_are_no_parameters_of_the_models_are_as_before(before: float
         with virtual_batch(model, 3) as batch:
             loss = F.cross_entropy(model(batch(x)) * temperature, batch(Y))
             loss.backward()
-            if asked:
+            if read:
                 loss.item()
             if fails:
                 raise Failure
@@ -66,17 +66,17 @@ def test_leaves_that_are_no_parameters_of_the_models_are_as_before(before: float
     torch.testing.assert_close(x.grad - (before or 0), again.grad, rtol=1e-12, atol=1e-14)
 
 
-def each(model: nn.Module) -> None:
+def zero_each(model: nn.Module) -> None:
     model.zero_grad(set_to_none=False)
 
 
-def at_once(model: nn.Module) -> None:
+def zero_foreach(model: nn.Module) -> None:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateImportUsage]
 
 
-@pytest.mark.parametrize("zero", [each, at_once])
-def test_gradients_that_were_set_to_zero_before_the_batch_was_given(zero: Any) -> None:
+@pytest.mark.parametrize("zero", [zero_each, zero_foreach])
+def test_gradients_zeroed_before_the_batch_are_rolled_back(zero: Any) -> None:
     model = make()
     F.cross_entropy(model(X), Y).backward()
     before = [(p.grad, p.grad.clone()) for p in model.parameters()]
@@ -100,8 +100,8 @@ def test_gradients_that_were_set_to_zero_before_the_batch_was_given(zero: Any) -
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_a_batch_that_is_given_after_the_block_is_refused(used: bool) -> None:
-    """It would run on the whole batch, in all its memory, without a word."""
+def test_calling_batch_after_the_block_raises(used: bool) -> None:
+    """Without the error, the model would run on the whole batch at once."""
     model = make()
     with virtual_batch(model, 3) as batch:
         if used:
@@ -127,14 +127,14 @@ def test_a_batch_that_is_given_after_the_block_is_refused(used: bool) -> None:
         ({"on_gather": "maybe"}, r"on_gather='maybe'.*ok, warn, error"),
     ],
 )
-def test_a_wrong_argument_is_refused_by_its_name(options: Any, text: str) -> None:
+def test_the_error_names_the_wrong_argument(options: Any, text: str) -> None:
     with pytest.raises(InputError, match=text), virtual_batch(make(), 3, **options):
         pass
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_an_unavailable_device_raises() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("CUDA is available")
     with (
         pytest.raises(InputError, match=r"device='cuda' is not available.*Pass a device"),
         virtual_batch(make(), 3, device="cuda"),
@@ -142,7 +142,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         pass
 
 
-def test_models_in_a_generator_are_refused() -> None:
+def test_models_in_a_generator_raise() -> None:
     with (
         pytest.raises(InputError, match=r"not an nn\.Module or a list of modules\. .*or a list of them"),
         virtual_batch((m for m in [make()]), 3),  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def test_models_in_a_generator_are_refused() -> None:
         pass
 
 
-def test_the_report_says_when_nothing_was_worked_out() -> None:
+def test_the_report_says_when_nothing_was_computed() -> None:
     model, text = make(), "samples: nothing was computed in micro-batches"
     with virtual_batch(model, 3) as batch:
         assert str(batch.report()) == f"0 {text}"
@@ -167,8 +167,8 @@ def test_the_report_says_when_nothing_was_worked_out() -> None:
     assert "nothing was computed" in str(batch.report()), "the batch was not used"
 
 
-def test_the_report_names_what_is_gathered_for_a_number_alone() -> None:
-    """A metric: its result goes into no sample, and no samples are coupled; but the batch was gathered."""
+def test_the_report_names_operators_that_gather_the_batch() -> None:
+    """A histogram gathers the batch, but couples no samples."""
     model = nn.Linear(6, 3).double()
     with virtual_batch(model, 3) as batch:
         out = model(batch(X))
@@ -186,7 +186,7 @@ def test_the_report_names_what_is_gathered_for_a_number_alone() -> None:
     assert expected in str(report)
 
 
-def test_a_warning_of_a_gathered_batch_is_at_the_line_of_the_program() -> None:
+def test_a_warning_of_a_gathered_batch_points_at_the_program() -> None:
     model = nn.Linear(6, 3).double()
     with (
         virtual_batch(model, 3, on_gather="warn") as batch,
@@ -196,7 +196,7 @@ def test_a_warning_of_a_gathered_batch_is_at_the_line_of_the_program() -> None:
     assert [warning.filename for warning in found] == [__file__]
 
 
-def test_what_is_restored_after_a_failure_is_what_the_docstring_says() -> None:
+def test_a_failed_block_restores_the_state_named_in_its_docstring() -> None:
     model = make()
     model.teacher = nn.Linear(6, 3).double().requires_grad_(requires_grad=False)
     model.center, kept = torch.zeros(1), model.teacher.weight.clone()
@@ -214,4 +214,6 @@ def test_what_is_restored_after_a_failure_is_what_the_docstring_says() -> None:
     assert (random.getstate(), str(np.random.get_state())) == states[1:]
     assert all(map(torch.equal, buffers, model.buffers()))
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(model.teacher.weight, kept + 1) and float(model.center) == 1, "written by the block"
+    assert torch.equal(model.teacher.weight, kept + 1) and float(model.center) == 1, (
+        "writes of the block remain"
+    )

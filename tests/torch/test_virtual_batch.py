@@ -1,4 +1,4 @@
-"""Every case of the zoo on a virtual batch: loss, gradients and buffers are those of the real batch."""
+"""A virtual batch gives the loss, gradients and buffers of the real batch in every coupled case."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from _pytest.mark.structures import ParameterSet  # what pytest.param returns has no public name
+from _pytest.mark.structures import ParameterSet  # the type of pytest.param() has no public name
 from torch import Tensor, nn
 
 from superbatch.errors import SuperbatchError
@@ -31,7 +31,7 @@ def virtual(microbatch: int, **options: Any) -> Backend:
             loss = loss_fn(model, virtual(batch))
             loss.backward()
         report = virtual.report()
-        assert report.microbatches == -(-report.samples // microbatch), "premise: it was cut"
+        assert report.microbatches == -(-report.samples // microbatch), "premise: the batch was split"
         return loss
 
     return run
@@ -47,8 +47,8 @@ def check(case: Case, microbatch: int, wrap: Wrap, **options: Any) -> None:
     assert_equal(expected(case), found, case.tolerance)
 
 
-# Always among those that are run in further ways by default; of the others some.
-BY_NAME = (
+# Cases that run by default in every test; the other cases run in some.
+ALWAYS_RUN = (
     "conv net with BatchNorm",
     "U-Net with BatchNorm",
     "MLP with BatchNorm",
@@ -63,9 +63,9 @@ BY_NAME = (
 )
 
 
-def thinned(some: Sequence[Case]) -> list[ParameterSet]:
-    """Return all cases; those that are neither named nor among `some` are slow."""
-    by_default = {*BY_NAME, *(case.name for case in some)}
+def with_slow_marks(some: Sequence[Case]) -> list[ParameterSet]:
+    """Return all cases; those outside `ALWAYS_RUN` and `some` are slow."""
+    by_default = {*ALWAYS_RUN, *(case.name for case in some)}
     return [
         pytest.param(case, id=str(case), marks=() if case.name in by_default else pytest.mark.slow)
         for case in ALL
@@ -81,12 +81,12 @@ def test_a_virtual_batch_is_the_real_batch(case: Case) -> None:
     check(case, case.microbatch, "all")
 
 
-@pytest.mark.parametrize("case", thinned(ALL[1::3]))
+@pytest.mark.parametrize("case", with_slow_marks(ALL[1::3]))
 @pytest.mark.sampled(2)
-def test_it_is_where_nothing_may_stay_on_the_device(case: Case) -> None:
-    """What is whole is then worked out and kept by rows, if nothing reads it otherwise.
+def test_a_virtual_batch_without_device_budget_is_the_real_batch(case: Case) -> None:
+    """Full tensors are computed and stored by rows unless an operation reads them otherwise.
 
-    Of the cases without a name in `BY_NAME` a third; the others are slow, for they repeat the mechanism.
+    A third of the cases outside `ALWAYS_RUN` runs by default; the others are slow.
     """
     check(case, case.microbatch, "all", device_budget=0)
 
@@ -96,14 +96,14 @@ def test_labels_may_be_plain_tensors(case: Case) -> None:
     check(case, case.microbatch, "inputs")
 
 
-@pytest.mark.parametrize("case", thinned(ALL[::6]))
-def test_micro_batches_of_one_sample_and_one_of_all(case: Case) -> None:
-    """Of the cases without a name in `BY_NAME` a sixth; the others are slow."""
+@pytest.mark.parametrize("case", with_slow_marks(ALL[::6]))
+def test_micro_batches_of_one_sample_and_of_all_samples(case: Case) -> None:
+    """A sixth of the cases outside `ALWAYS_RUN` runs by default; the others are slow."""
     check(case, 1, "all")
     check(case, case.n, "all")
 
 
-# What leaves the tensor: whether a clear error stands in for the gradient. None does, today.
+# Cases that leave plain tensor operations: exact gradients, or an error. All are exact today.
 EXOTIC = {
     "through numpy": "exact",
     "through lists": "exact",
@@ -118,14 +118,14 @@ EXOTIC = {
 }
 
 
-def test_every_case_that_may_be_refused_is_in_the_table() -> None:
+def test_the_table_lists_every_case_that_may_raise() -> None:
     assert list(EXOTIC) == [case.name for case in ALL if case.may_refuse]
     assert list(EXOTIC) == [case.name for case in GROUPS["exotic"]]
 
 
 @pytest.mark.parametrize("name", EXOTIC)
 @pytest.mark.parametrize("budget", [None, 0])
-def test_what_leaves_the_tensor_is_exact_or_refused_as_the_table_says(name: str, budget: int | None) -> None:
+def test_cases_outside_plain_tensor_operations_match_the_table(name: str, budget: int | None) -> None:
     case = CASES[name]
     try:
         found = run_with(case, None, virtual(case.microbatch, device_budget=budget), wrap="all")
@@ -146,12 +146,12 @@ def test_micro_batches_of_every_size(case: Case) -> None:
 
 @pytest.mark.slow
 @each_case
-def test_every_operation_on_micro_batches_is_that_on_whole_tensors(case: Case) -> None:
+def test_every_operation_on_micro_batches_equals_that_on_full_tensors(case: Case) -> None:
     check(case, case.microbatch, "all", paranoid=True)
 
 
 def test_a_case_can_fail() -> None:
-    """The comparison sees a factor of 1 + 1e-9 in one gradient."""
+    """The comparison detects a factor of 1 + 1e-9 in one gradient."""
     case = ALL[0]
 
     def wrong(model: nn.Module, batch: Any, loss_fn: Loss) -> Tensor:

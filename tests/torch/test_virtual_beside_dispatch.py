@@ -1,4 +1,4 @@
-"""What a program does to tensors that no operation tells of: `.data =`, memory asked for, buffers read."""
+"""Accesses to tensors that bypass the dispatcher: `.data =`, raw memory, and reads of buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from superbatch.torch import virtual_batch
 N = 11
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Batch = Callable[[Tensor], Tensor]
-Program = Callable[[Any, Batch], "Tensor | None"]  # (model, batch) -> what it has read
+Program = Callable[[Any, Batch], "Tensor | None"]  # (model, batch) -> values read
 
 
 def make() -> Any:
@@ -28,7 +28,7 @@ def make() -> Any:
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.SiLU(), nn.Linear(5, 3)).double()
 
 
-def assert_as_the_real_batch(program: Program) -> None:
+def assert_equals_the_real_batch(program: Program) -> None:
     real = make()
     read = program(real, lambda x: x)
     assert any(p.grad is not None and p.grad.norm() > 0.01 for p in real.parameters()), "premise"
@@ -46,10 +46,10 @@ def assert_as_the_real_batch(program: Program) -> None:
             torch.testing.assert_close(torch.as_tensor(found), read, rtol=1e-12, atol=1e-14)
 
 
-# -- another tensor in the place of one that was used -------------------------------------------------------
+# -- assignment to .data ------------------------------------------------------------------------------------
 
 
-def weights_set(model: Any, batch: Batch) -> None:
+def assign_weights(model: Any, batch: Batch) -> None:
     first = model(batch(X))
     for p in model.parameters():
         p.data = p.data * 0.5 + 0.1
@@ -57,7 +57,7 @@ def weights_set(model: Any, batch: Batch) -> None:
 
 
 def target_network(model: Any, batch: Batch) -> None:
-    """BYOL: a second network follows the first one, here right after its forward."""
+    """BYOL: a target network follows the model through `.data`."""
     target = copy.deepcopy(model)
     for p in target.parameters():
         p.data = p.data + 0.3
@@ -68,14 +68,14 @@ def target_network(model: Any, batch: Batch) -> None:
     (1 - F.cosine_similarity(model(batch(X)), wanted)).mean().backward()
 
 
-def vector_set(model: Any, batch: Batch) -> None:
+def assign_from_vector(model: Any, batch: Batch) -> None:
     out = model(batch(X))
     vector = nn.utils.parameters_to_vector(model.parameters()).detach()
     nn.utils.vector_to_parameters(vector * 0.7, model.parameters())
     (out * out.detach().roll(1, 1)).sum().backward()
 
 
-def written_after_it_was_set(model: Any, batch: Batch) -> None:
+def write_after_assignment(model: Any, batch: Batch) -> None:
     out = model(batch(X))
     model[1].bias.data = model[1].bias.data + 1
     with torch.no_grad():
@@ -83,14 +83,14 @@ def written_after_it_was_set(model: Any, batch: Batch) -> None:
     (out + model(batch(X))).square().mean().backward()
 
 
-def buffer_set(model: Any, batch: Batch) -> None:
+def assign_buffer(model: Any, batch: Batch) -> None:
     out = model(batch(X))
     model[1].running_mean.data = torch.ones(5, dtype=torch.float64)
     out.square().mean().backward()
 
 
 def adversarial(model: Any, batch: Batch) -> None:
-    """FGSM: the disturbance is set by `.data`, from its gradient."""
+    """FGSM: update the perturbation through `.data`."""
     x = batch(X)
     noise = torch.zeros_like(x).requires_grad_()
     model(x + noise).square().mean().backward()
@@ -100,14 +100,14 @@ def adversarial(model: Any, batch: Batch) -> None:
     model(x + noise).square().mean().backward()
 
 
-def virtual_set_to_a_real_one(model: Any, batch: Batch) -> None:
+def assign_real_to_virtual(model: Any, batch: Batch) -> None:
     hidden = model[:3](batch(X))
     shift = hidden.detach()
     shift.data = torch.ones(N, 5, dtype=torch.float64)
     model[3](hidden + shift).square().mean().backward()
 
 
-def gradient_set(model: Any, batch: Batch) -> None:
+def assign_gradients(model: Any, batch: Batch) -> None:
     model(batch(X)).square().mean().backward()
     for p in model.parameters():
         p.grad.data = p.grad.data * 3
@@ -116,21 +116,21 @@ def gradient_set(model: Any, batch: Batch) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        weights_set,
+        assign_weights,
         target_network,
-        vector_set,
-        written_after_it_was_set,
-        buffer_set,
+        assign_from_vector,
+        write_after_assignment,
+        assign_buffer,
         adversarial,
-        virtual_set_to_a_real_one,
-        gradient_set,
+        assign_real_to_virtual,
+        assign_gradients,
     ],
 )
-def test_data_that_is_set_counts_from_then_on(program: Program) -> None:
-    assert_as_the_real_batch(program)
+def test_an_assignment_to_data_takes_effect(program: Program) -> None:
+    assert_equals_the_real_batch(program)
 
 
-def test_data_of_another_shape_is_refused() -> None:
+def test_data_of_another_shape_raises() -> None:
     model = make()
     with (
         virtual_batch(model, 3) as batch,
@@ -139,21 +139,21 @@ def test_data_of_another_shape_is_refused() -> None:
         batch(X).data = torch.ones(2, 2, dtype=torch.float64)
 
 
-def sgd_by_hand(model: Any, _: Tensor) -> None:
+def assign_sgd_step(model: Any, _: Tensor) -> None:
     for p in model.parameters():
         p.data = p.data - 0.1 * p.grad
 
 
-def centre_by_hand(model: Any, out: Tensor) -> None:
+def assign_running_mean(model: Any, out: Tensor) -> None:
     model[1].running_mean.data = out.detach().mean() * torch.ones(5, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("write", [sgd_by_hand, centre_by_hand])
-def test_a_real_tensor_set_to_a_virtual_one_is_refused_and_put_back(
+@pytest.mark.parametrize("write", [assign_sgd_step, assign_running_mean])
+def test_assigning_a_virtual_tensor_to_real_data_raises_and_rolls_back(
     write: Callable[[Any, Tensor], None], used: bool
 ) -> None:
-    """It would end the process: its memory is null."""
+    """Without the error, the null pointer of the virtual tensor would crash the process."""
     model, real = make(), make()
     text = r"\.data of a real tensor of shape .* set to a virtual tensor.*real\.copy_\(numbers\)"
 
@@ -179,7 +179,7 @@ def test_a_real_tensor_set_to_a_virtual_one_is_refused_and_put_back(
 # -- memory -------------------------------------------------------------------------------------------------
 
 
-def test_numbers_are_handed_over_by_dlpack() -> None:
+def test_dlpack_exports_the_values() -> None:
     model = make().eval()
     with virtual_batch(model, 3) as batch, torch.no_grad():
         out = model(batch(X))
@@ -198,13 +198,13 @@ def test_numbers_are_handed_over_by_dlpack() -> None:
         (to_dlpack, RuntimeError, "Cannot access data pointer"),
     ],
 )
-def test_memory_is_refused(ask: Any, error: type[Exception], text: str) -> None:
+def test_access_to_raw_memory_raises(ask: Any, error: type[Exception], text: str) -> None:
     model = make()
     with virtual_batch(model, 3) as batch, pytest.raises(error, match=text):
         ask(model(batch(X)).detach())
 
 
-# -- numbers that are read, and buffers ---------------------------------------------------------------------
+# -- reads of values and buffers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -218,37 +218,40 @@ def test_memory_is_refused(ask: Any, error: type[Exception], text: str) -> None:
         lambda out: out.sum().item(),
     ],
 )
-def test_numbers_may_be_read_between_forward_and_backward(read: Callable[[Tensor], Any]) -> None:
-    """The running statistics are written then, which autograd must not take for a change."""
+def test_values_can_be_read_between_forward_and_backward(read: Callable[[Tensor], Any]) -> None:
+    """A read updates running statistics, which must not invalidate the graph."""
 
     def program(model: Any, batch: Batch) -> None:
         out = model(batch(X))
         read(out)
         out.square().mean().backward()
 
-    assert_as_the_real_batch(program)
+    assert_equals_the_real_batch(program)
 
 
-def stacked(norm: Any) -> Tensor:
+def read_by_stack(norm: Any) -> Tensor:
     return torch.stack([norm.running_mean, norm.running_var])
 
 
-def averaged(norm: Any) -> Tensor:
+def read_by_foreach(norm: Any) -> Tensor:
     average = [torch.zeros(5, dtype=torch.float64)]
     torch._foreach_lerp_(average, [norm.running_mean], 0.5)  # pyright: ignore[reportPrivateImportUsage]
     return average[0]
 
 
-def copied(norm: Any) -> Tensor:
+def read_by_deepcopy(norm: Any) -> Tensor:
     return copy.deepcopy(norm).running_mean
 
 
-def by_keyword(norm: Any) -> Tensor:
+def read_by_keyword(norm: Any) -> Tensor:
     return torch.add(input=torch.ones(5, dtype=torch.float64), other=norm.running_mean)
 
 
-@pytest.mark.parametrize("read", [stacked, averaged, copied, by_keyword, lambda norm: norm.running_mean * 1])
-def test_running_statistics_are_those_of_now(read: Callable[[Any], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "read",
+    [read_by_stack, read_by_foreach, read_by_deepcopy, read_by_keyword, lambda norm: norm.running_mean * 1],
+)
+def test_running_statistics_are_current_when_read(read: Callable[[Any], Tensor]) -> None:
     def program(model: Any, batch: Batch) -> Tensor:
         out = model(batch(X))
         found = read(model[1])
@@ -256,10 +259,10 @@ def test_running_statistics_are_those_of_now(read: Callable[[Any], Tensor]) -> N
         assert found.norm() > 0.01, "premise"
         return found
 
-    assert_as_the_real_batch(program)
+    assert_equals_the_real_batch(program)
 
 
-def test_a_view_of_a_buffer_taken_before_the_forward_sees_what_it_writes() -> None:
+def test_a_view_of_a_buffer_from_before_the_forward_sees_its_writes() -> None:
     def program(model: Any, batch: Batch) -> Tensor:
         some = model[1].running_mean[:2]
         out = model(batch(X))
@@ -267,7 +270,7 @@ def test_a_view_of_a_buffer_taken_before_the_forward_sees_what_it_writes() -> No
         out.square().mean().backward()
         return found
 
-    assert_as_the_real_batch(program)
+    assert_equals_the_real_batch(program)
 
 
 def test_a_lazy_batch_norm_gets_its_shape_in_the_block() -> None:
@@ -285,9 +288,9 @@ def test_a_lazy_batch_norm_gets_its_shape_in_the_block() -> None:
     torch.testing.assert_close(ours[1].running_mean, real[1].running_mean)
 
 
-def test_a_conjugate_of_one_row_is_no_other() -> None:
+def test_the_conjugate_of_a_single_row_is_kept() -> None:
     def program(model: Any, batch: Batch) -> None:
         out = model(batch(X))
         (torch.complex(out, out + 1) @ torch.complex(out, out * 2).mH).abs().mean().backward()
 
-    assert_as_the_real_batch(program)
+    assert_equals_the_real_batch(program)

@@ -1,4 +1,4 @@
-"""Python's collector runs less often in a block, and is as it was after it, however it ends."""
+"""A block raises the threshold of Python's garbage collector and restores it at its end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from superbatch.torch import virtual_batch
 from superbatch.torch.virtual import collector
 from superbatch.torch.virtual.collector import OBJECTS
 
-FOUND = (601, 11, 12)  # nobody else's
+INITIAL = (601, 11, 12)  # used nowhere else
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(autouse=True)
 def threshold() -> Iterator[None]:
     before = gc.get_threshold()
-    gc.set_threshold(*FOUND)
+    gc.set_threshold(*INITIAL)
     yield
     gc.set_threshold(*before)
 
@@ -36,17 +36,17 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
-def test_raised_in_the_block_and_put_back() -> None:
+def test_the_threshold_is_raised_in_the_block_and_restored() -> None:
     net = model()
     with virtual_batch(net, 2) as batch:
         inside = gc.get_threshold()
         net(batch(X)).sum().backward()
-    assert inside == (OBJECTS, *FOUND[1:])
-    assert gc.get_threshold() == FOUND
+    assert inside == (OBJECTS, *INITIAL[1:])
+    assert gc.get_threshold() == INITIAL
 
 
 def collections(net: nn.Module) -> int:
-    """How often the collector runs from the first operation of a block to its gradients."""
+    """Count collections from the first operation of a block to its gradients."""
     found: list[str] = []
 
     def note(phase: str, info: dict[str, Any]) -> None:
@@ -58,22 +58,22 @@ def collections(net: nn.Module) -> int:
         try:
             loss = net(batch(X)).square().sum()
             loss.backward()
-            loss.item()  # all that is pending is worked out
+            loss.item()  # computes all pending operations
         finally:
             gc.callbacks.remove(note)
     return found.count("start")
 
 
-def test_a_large_block_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_collection_runs_in_a_large_block(monkeypatch: pytest.MonkeyPatch) -> None:
     deep = nn.Sequential(*(layer for _ in range(30) for layer in (nn.Linear(4, 4), nn.BatchNorm1d(4))))
-    update(deep)  # what is remembered is made
+    update(deep)  # fills the caches
     assert collections(deep) == 0
     monkeypatch.setattr(collector, "OBJECTS", 1)
-    assert collections(deep) > 3, "the block makes fewer objects than the usual threshold: nothing was shown"
+    assert collections(deep) > 3, "premise: the block creates enough objects to collect"
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
-def test_put_back_after_an_exception(error: type[BaseException]) -> None:
+def test_the_threshold_is_restored_after_an_exception(error: type[BaseException]) -> None:
     seen: list[tuple[int, ...]] = []
 
     def fails() -> None:
@@ -84,11 +84,11 @@ def test_put_back_after_an_exception(error: type[BaseException]) -> None:
 
     with pytest.raises(error):
         fails()
-    assert seen == [(OBJECTS, *FOUND[1:])]
-    assert gc.get_threshold() == FOUND
+    assert seen == [(OBJECTS, *INITIAL[1:])]
+    assert gc.get_threshold() == INITIAL
 
 
-def test_put_back_when_the_end_of_the_block_raises() -> None:
+def test_the_threshold_is_restored_if_the_end_of_the_block_raises() -> None:
     net, limit = model(), nn.Parameter(torch.ones(()))
     seen: list[tuple[int, ...]] = []
 
@@ -104,8 +104,8 @@ def test_put_back_when_the_end_of_the_block_raises() -> None:
 
     with pytest.raises(RuntimeError, match="on the way back"), virtual_batch(net, 2) as batch:
         (Fails.apply(net(batch(X))) * limit).sum().backward()
-    assert seen == [(OBJECTS, *FOUND[1:])]
-    assert gc.get_threshold() == FOUND
+    assert seen == [(OBJECTS, *INITIAL[1:])]
+    assert gc.get_threshold() == INITIAL
 
 
 def test_nested_blocks() -> None:
@@ -113,9 +113,9 @@ def test_nested_blocks() -> None:
     with virtual_batch(outer, 2) as batch:
         loss = outer(batch(X)).square().sum()
         update(inner)
-        assert gc.get_threshold() == (OBJECTS, *FOUND[1:])  # the outer one is open
+        assert gc.get_threshold() == (OBJECTS, *INITIAL[1:])  # the outer block is open
         loss.backward()
-    assert gc.get_threshold() == FOUND
+    assert gc.get_threshold() == INITIAL
 
 
 def test_blocks_of_two_threads_that_end_in_the_order_they_began() -> None:
@@ -133,19 +133,19 @@ def test_blocks_of_two_threads_that_end_in_the_order_they_began() -> None:
     with collector.rarely_collecting():
         second_is_open.set()
         assert first_is_over.wait(10)
-        assert gc.get_threshold() == (OBJECTS, *FOUND[1:])
+        assert gc.get_threshold() == (OBJECTS, *INITIAL[1:])
     thread.join()
-    assert gc.get_threshold() == FOUND
+    assert gc.get_threshold() == INITIAL
 
 
-@pytest.mark.parametrize("told", [(0, 10, 10), (OBJECTS + 1, 10, 10)])
-def test_what_collects_more_rarely_or_never_is_left_alone(told: tuple[int, int, int]) -> None:
-    gc.set_threshold(*told)
+@pytest.mark.parametrize("thresholds", [(0, 10, 10), (OBJECTS + 1, 10, 10)])
+def test_a_higher_threshold_or_none_is_kept(thresholds: tuple[int, int, int]) -> None:
+    gc.set_threshold(*thresholds)
     net = model()
     with virtual_batch(net, 2) as batch:
-        assert gc.get_threshold() == told
+        assert gc.get_threshold() == thresholds
         net(batch(X)).sum().backward()
-    assert gc.get_threshold() == told
+    assert gc.get_threshold() == thresholds
 
 
 def test_a_threshold_that_the_program_sets_in_the_block_stays() -> None:

@@ -1,4 +1,4 @@
-"""Convolutions whose channels are the samples: gradients of gradients of convolutions, by micro-batches."""
+"""Double backward of convolutions in micro-batches, where samples take the place of channels."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from superbatch.torch.virtual.run import memo
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.Conv2d(2, 4, 3),
     "stride": lambda: nn.Conv2d(2, 4, 3, stride=2),
-    "a stride that leaves a rest": lambda: nn.Conv2d(2, 4, 4, stride=3, padding=1),
+    "stride with a remainder": lambda: nn.Conv2d(2, 4, 4, stride=3, padding=1),
     "padding without bias": lambda: nn.Conv2d(2, 4, 3, padding=2, bias=False),
     "dilation": lambda: nn.Conv2d(2, 4, 3, dilation=2, padding=1),
     "groups": lambda: nn.Conv2d(2, 4, 3, groups=2, stride=2),
     "depthwise": lambda: nn.Conv2d(2, 2, 3, groups=2, padding=1),
     "one by one": lambda: nn.Conv2d(2, 4, 1),
     "transposed": lambda: nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1, output_padding=1),
-    "transposed, without a rest": lambda: nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1),
-    "padding of its own": lambda: nn.Conv2d(2, 4, 3, padding="same", padding_mode="circular"),
+    "transposed, no output padding": lambda: nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1),
+    "circular padding": lambda: nn.Conv2d(2, 4, 3, padding="same", padding_mode="circular"),
     "one dimension": lambda: nn.Sequential(nn.Flatten(2), nn.Conv1d(2, 4, 5, stride=2)),
     "three dimensions": lambda: nn.Sequential(nn.Unflatten(2, (2, 4)), nn.Conv3d(2, 4, 2, padding=1)),
 }
@@ -42,30 +42,32 @@ def images(samples: int) -> Tensor:
     return torch.randn(samples, 2, 8, 9).double()
 
 
-def slope(model: nn.Module, x: Tensor) -> Tensor:
-    """The gradient with respect to each sample, which can be differentiated."""
+def input_gradient(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the differentiable gradient with respect to the inputs."""
     (found,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     return found
 
 
-def penalty(model: nn.Module, x: Tensor) -> Tensor:
-    """That of WGAN-GP."""
-    return (slope(model, x.detach().requires_grad_()).flatten(1).norm(dim=1) - 1).square().mean()
+def gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """Return the gradient penalty of WGAN-GP."""
+    return (input_gradient(model, x.detach().requires_grad_()).flatten(1).norm(dim=1) - 1).square().mean()
 
 
-def third(model: nn.Module, x: Tensor) -> Tensor:
+def norm_of_weight_gradients(model: nn.Module, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
-    grads = torch.autograd.grad(slope(model, x).square().sum(), list(model.parameters()), create_graph=True)
-    return sum(((grad**2).sum() for grad in grads), start=torch.zeros(())) + penalty(model, x)
+    grads = torch.autograd.grad(
+        input_gradient(model, x).square().sum(), list(model.parameters()), create_graph=True
+    )
+    return sum(((grad**2).sum() for grad in grads), start=torch.zeros(())) + gradient_penalty(model, x)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def compared(name: str, loss: Callable[[nn.Module, Any], Tensor], size: int) -> Any:
+def compare(name: str, loss: Callable[[nn.Module, Any], Tensor], size: int) -> Any:
     model, x = network(name), images(5)
-    model(x)  # the lazy layer
+    model(x)  # initialize the lazy layer
     loss(model, x).backward()
     expected = gradients(model)
     model.zero_grad()
@@ -79,24 +81,25 @@ def compared(name: str, loss: Callable[[nn.Module, Any], Tensor], size: int) -> 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_gradient_penalty_is_that_of_the_batch_and_nothing_is_whole(name: str, size: int) -> None:
-    """Five samples as 2, 2 and 1, and one by one."""
-    assert compared(name, penalty, size).whole == ()
+def test_a_gradient_penalty_equals_that_of_the_batch_without_gathering(name: str, size: int) -> None:
+    assert compare(name, gradient_penalty, size).whole == ()
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    "name", ["plain", "stride", "dilation", "transposed, without a rest", "one dimension"]
+    "name", ["plain", "stride", "dilation", "transposed, no output padding", "one dimension"]
 )
-def test_the_gradient_of_a_norm_of_gradients_of_weights(name: str, size: int) -> None:
-    compared(name, third, size)
+def test_the_gradient_of_a_norm_of_weight_gradients(name: str, size: int) -> None:
+    compare(name, norm_of_weight_gradients, size)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("filters_of_the_batch", [False, True])
-def test_samples_as_channels_by_hand(*, transposed: bool, bias: bool, filters_of_the_batch: bool) -> None:
-    """A bias is added once. Filters may be of the batch, or real ones with a row for each sample."""
+def test_convolutions_with_samples_as_channels(
+    *, transposed: bool, bias: bool, filters_of_the_batch: bool
+) -> None:
+    """The bias is added once; filters are virtual, or real with one row per sample."""
     x = images(5)
     torch.manual_seed(2)
     shift = torch.randn(3).double() if bias else None
@@ -121,18 +124,18 @@ def wgan_gp() -> tuple[nn.Module, Tensor]:
 
 
 def peaks(size: int) -> tuple[int, int]:
-    """Bytes of a gradient penalty in a virtual batch, and in plain accumulation (of the same gradient)."""
+    """Return peak bytes of a gradient penalty in a virtual batch and in plain accumulation."""
     model, x = wgan_gp()
 
     def virtual() -> None:
         model.zero_grad()
         with virtual_batch(model, size, device_budget=0) as batch:
-            penalty(model, batch(x)).backward()
+            gradient_penalty(model, batch(x)).backward()
 
     def accumulated() -> None:
         model.zero_grad()
-        for part in x.split(size):
-            penalty(model, part).backward()
+        for microbatch in x.split(size):
+            gradient_penalty(model, microbatch).backward()
 
     return peak_bytes(virtual), peak_bytes(accumulated)
 
@@ -152,8 +155,8 @@ def without_rules(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("without_rules")
-def test_without_the_rule_the_batch_is_gathered_and_named() -> None:
-    report = compared("plain", penalty, 2)
+def test_without_the_rule_the_batch_is_gathered_and_reported() -> None:
+    report = compare("plain", gradient_penalty, 2)
     assert [value.operation for value in report.whole] == ["aten.convolution.default"]
     virtual, accumulated = peaks(4)
     assert virtual > 3 * accumulated

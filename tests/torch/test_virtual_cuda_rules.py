@@ -1,4 +1,4 @@
-"""Rules of operators that only CUDA has, on a CPU, against stand-ins written by their schemas."""
+"""Rules of CUDA-only operators, tested on a CPU with stand-ins of the same schemas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kernels() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered() -> Iterator[None]:
+def empty_cache() -> Iterator[None]:
     CALLED.clear()
     yield
     memo._cached.cache_clear()
@@ -71,12 +71,12 @@ _Q, _K, _V = real(N, 2, 5, 4), real(N, 2, 6, 4), real(N, 2, 6, 4)
 
 
 def _as_padded(bias: Tensor) -> Tensor:
-    """As torch makes the rows of a mask begin where the kernel asks for it."""
+    """Align the rows of a mask for the kernel, as torch does."""
     return F.pad(bias, (0, -bias.shape[-1] % 16))[..., : bias.shape[-1]]
 
 
 def _pair(name: str, kernel: Function, exact: Function, *specs: Any, **options: Any) -> Any:
-    """The operator of CUDA, and the same by others."""
+    """Return a case of a CUDA operator, and its equivalent by other operators."""
     case = operator(name, kernel, *specs, **options)
     return pytest.param(case, replace(case, function=exact), id=name)
 
@@ -86,15 +86,15 @@ def _with(function: Function, *rest: Any) -> Function:
 
 
 def _time_first(function: Function, *rest: Any) -> Function:
-    """From one tensor (samples, steps, heads, features), as models have it."""
-    return lambda x: function(*(part.transpose(1, 2) for part in x.chunk(3, -1)), *rest)
+    """Take q, k and v from one tensor (samples, steps, heads, features), as models do."""
+    return lambda x: function(*(tensor.transpose(1, 2) for tensor in x.chunk(3, -1)), *rest)
 
 
-def _last_turned(function: Function) -> Function:
+def _last_dimensions_swapped(function: Function) -> Function:
     return lambda q, k, v: function(q.transpose(2, 3), k.transpose(2, 3), v.transpose(2, 3))
 
 
-def _all_alike(function: Function) -> Function:
+def _same_tensor(function: Function) -> Function:
     return lambda q: function(q, q, q)
 
 
@@ -126,11 +126,11 @@ ATTENTION = [
             ("time first", _time_first, causal, (real(N, 6, 2, 12),)),
             (
                 "last dimension turned",
-                _last_turned,
+                _last_dimensions_swapped,
                 (),
                 (real(N, 2, 4, 5), real(N, 2, 4, 6), real(N, 2, 4, 6)),
             ),
-            ("of one tensor", _all_alike, (), (_Q,)),
+            ("of one tensor", _same_tensor, (), (_Q,)),
         )
     ),
     *(
@@ -159,7 +159,7 @@ ATTENTION = [
 def check(
     case: OperatorCase, exact: OperatorCase, microbatches: tuple[int, ...] = (3, 1, SAMPLES), **options: Any
 ) -> None:
-    """By micro-batches, without anything put together, it is what others compute on whole tensors."""
+    """Assert that micro-batches give the result on full tensors without gathering."""
     whole = on_whole_tensors(exact, SAMPLES)
     for microbatch in microbatches:
         CALLED.clear()
@@ -174,7 +174,7 @@ each_attention = pytest.mark.parametrize(("case", "exact"), ATTENTION)
 
 @each_attention
 def test_attention(case: OperatorCase, exact: OperatorCase) -> None:
-    if case.name.startswith("cudnn, a plain mask"):  # it has no gradient
+    if case.name.startswith("cudnn, a plain mask"):  # this mask has no gradient
         case, exact = (
             replace(one, function=lambda q, k, v, b, f=one.function: f(q, k, v, b.detach()))
             for one in (case, exact)
@@ -186,12 +186,12 @@ def test_attention(case: OperatorCase, exact: OperatorCase) -> None:
 
 
 @pytest.mark.parametrize(("case", "exact"), ATTENTION[::4])
-def test_attention_is_right_at_every_step(case: OperatorCase, exact: OperatorCase) -> None:
+def test_attention_in_paranoid_mode(case: OperatorCase, exact: OperatorCase) -> None:
     check(case, exact, (3, 1), paranoid=True)
 
 
-def test_attention_says_what_its_kernel_says() -> None:
-    """Lengths are numbers; sums of each sample are there; what is of no sample is left out."""
+def test_all_outputs_of_an_attention_kernel() -> None:
+    """Log-sum-exps are returned per sample, lengths as ints, other outputs as None."""
     q = torch.randn(SAMPLES, 2, 5, 4, dtype=torch.float64)
     with virtual_batch(nn.Identity(), 3, on_gather="error") as batch:
         given: Any = batch(q)
@@ -209,15 +209,15 @@ DROPPING: dict[str, Callable[..., Any]] = {
 
 
 def _coupled(out: Any) -> Any:
-    """Samples meet twice, so that forwards are computed again in later sweeps."""
+    """Couple samples twice, so that later sweeps recompute forwards."""
     out = (out - out.mean(0)).square()
     return (out - out.mean(0)).square().sum()
 
 
 @pytest.mark.parametrize("kernel", DROPPING)
 @pytest.mark.parametrize("size", [1, 3, SAMPLES])
-def test_attention_with_dropout_is_done_by_rows(kernel: str, size: int) -> None:
-    """The forward, in each sweep, and the backward have one mask; nothing is put together."""
+def test_attention_with_dropout_runs_in_micro_batches(kernel: str, size: int) -> None:
+    """All sweeps and the backward use one mask per micro-batch, without gathering."""
     q = torch.randn(SAMPLES, 2, 5, 4, dtype=torch.float64)
     MASKS.clear()
     with virtual_batch(nn.Identity(), size, on_gather="error") as batch:
@@ -226,11 +226,13 @@ def test_attention_with_dropout_is_done_by_rows(kernel: str, size: int) -> None:
         _coupled(DROPPING[kernel](given, given, given, 0.4)[0]).backward()
     assert max(samples for _, samples in CALLED) <= size
     assert any("backward" in name for name, _ in CALLED)
-    parts = -(-SAMPLES // size)
-    assert len(MASKS) >= 2 * parts, "premise: a forward ran again"
-    assert all(any(torch.equal(mask, first) for first in MASKS[:parts]) for mask in MASKS)
-    assert len({tuple(mask.flatten().tolist()) for mask in MASKS}) == parts, "each draws its own"
-    mask = torch.cat(MASKS[:parts])
+    microbatches = -(-SAMPLES // size)
+    assert len(MASKS) >= 2 * microbatches, "premise: a forward ran again"
+    assert all(any(torch.equal(mask, first) for first in MASKS[:microbatches]) for mask in MASKS)
+    assert len({tuple(mask.flatten().tolist()) for mask in MASKS}) == microbatches, (
+        "each micro-batch draws its own mask"
+    )
+    mask = torch.cat(MASKS[:microbatches])
     assert bool((mask == 0).any()) and bool((mask > 1).any())
     exact = q.clone().requires_grad_()
     _coupled(attention(exact, exact, exact, mask=mask)[0]).backward()
@@ -239,7 +241,7 @@ def test_attention_with_dropout_is_done_by_rows(kernel: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", DROPPING)
-def test_attention_with_dropout_of_the_large_batch_draws_what_that_draws(kernel: str) -> None:
+def test_with_rng_batch_attention_draws_the_mask_of_the_large_batch(kernel: str) -> None:
     q = torch.randn(SAMPLES, 2, 5, 4, dtype=torch.float64)
     gradients = []
     for virtual in (True, False):
@@ -259,10 +261,10 @@ def test_attention_with_dropout_of_the_large_batch_draws_what_that_draws(kernel:
 
 
 @pytest.mark.parametrize("kernel", DROPPING)
-def test_mutant_draws_again_in_the_backward(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_with_another_mask_in_the_backward(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_rules, "seeded", lambda device, seed: nullcontext())
     with pytest.raises(AssertionError):
-        test_attention_with_dropout_is_done_by_rows(kernel, 3)
+        test_attention_with_dropout_runs_in_micro_batches(kernel, 3)
 
 
 # -- recurrent layers ---------------------------------------------------------------------------------------
@@ -271,12 +273,12 @@ def test_mutant_draws_again_in_the_backward(kernel: str, monkeypatch: pytest.Mon
 def _recurrent(
     kind: type[nn.Module], batch_first: bool, *, flat: bool = False, states: bool = True, **options: Any
 ) -> Any:
-    """A layer as cuDNN is called for it, and by the CPU's; input, first states, weights."""
+    """Return a case of a layer by cuDNN's operator, and its equivalent by CPU operators."""
     layer: Any = kind(3, 4, 2, batch_first=batch_first, **options)
     mode, biases = (LSTM, 4) if kind is nn.LSTM else (GRU, 4)
     directions = 2 if options.get("bidirectional") else 1
     weights = [real(*weight.shape) for weight in layer._flat_weights]
-    told = {"num_layers": 2, "bidirectional": directions == 2, "batch_first": batch_first}
+    flags = {"num_layers": 2, "bidirectional": directions == 2, "batch_first": batch_first}
 
     def ordered(x: Tensor, hx: Tensor, cx: Tensor) -> Any:
         x = x if batch_first else x.transpose(0, 1)
@@ -295,7 +297,7 @@ def _recurrent(
 
     def by_cpu(x: Tensor, hx: Tensor, cx: Tensor, *w: Tensor) -> Any:
         x, hx, cx = ordered(x, hx, cx)
-        return used(layers(x, hx, cx, list(w), biases, **told))
+        return used(layers(x, hx, cx, list(w), biases, **flags))
 
     name = f"{kind.__name__}, {batch_first=}, {flat=}, {states=}, {options}"
     state = real(N, 2 * directions, 4)
@@ -376,7 +378,7 @@ def test_fused_cells(case: OperatorCase, exact: OperatorCase) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_cudnn_batch_norm(training: bool) -> None:
-    """Forward, backward and running statistics; no kernel of cuDNN is called."""
+    """Forward, backward and running statistics equal those of F.batch_norm."""
     shape = real(N, 3, 4, 4)
     running = torch.randn(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64) + 0.5
     buffers: dict[str, list[tuple[Tensor, Tensor]]] = {"ours": [], "whole": []}
@@ -401,7 +403,7 @@ def test_cudnn_batch_norm(training: bool) -> None:
             assert torch.allclose(found, wanted, rtol=1e-12)
 
 
-# -- rules that are wrong on purpose ------------------------------------------------------------------------
+# -- mutants: wrong rules -----------------------------------------------------------------------------------
 
 
 def _case(name: str) -> Callable[..., None]:
@@ -422,9 +424,9 @@ def _own(
 
 
 def _of_other_forward(call: Call, strategy: OpStrategy) -> OpStrategy:
-    """The backward takes what a forward of other numbers kept."""
+    """Give the backward the saved tensors of a forward on other inputs."""
 
-    def run(part: Any, tensors: list[Tensor]) -> Any:
+    def run(microbatch: Any, tensors: list[Tensor]) -> Any:
         kernel = attention_rules._FLASH.forward
         made = kernel(tensors[1] * 2, *tensors[2:])
         return call.func(*tensors, *made[:6], *call.args[10:12], *made[6:8])
@@ -435,25 +437,25 @@ def _of_other_forward(call: Call, strategy: OpStrategy) -> OpStrategy:
 _EFFICIENT_BACK = aten._scaled_dot_product_efficient_attention_backward.default
 _LSTM_NAME = RECURRENT[0].id
 MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[..., None]]] = {
-    "a bias' gradient of one micro-batch": (
+    "gradient of a bias from one micro-batch": (
         _own(_EFFICIENT_BACK, lambda call, strategy: strategy._replace(reduce=First)),
         _case("efficient, a mask for all"),
     ),
-    "what another forward kept": (
+    "saved tensors of another forward": (
         _own(aten._scaled_dot_product_flash_attention_backward.default, _of_other_forward),
         _case("flash, plain"),
     ),
-    "strides as they come": (
+    "strides unchanged": (
         lambda patch: patch.setattr(
             attention_rules, "_with_kernel_layout", lambda tensors, main, alignment: tensors
         ),
         _case("efficient, last dimension turned"),
     ),
-    "gradients of last states cut by layers": (
+    "gradients of last states split by layer": (
         lambda patch: patch.setattr(recurrent, "_STATES", ("hx", "cx")),
         _case(_LSTM_NAME),
     ),
-    "gradients of biases by sample": (
+    "gradients of biases per sample": (
         lambda patch: patch.setitem(ROWS, aten._thnn_fused_gru_cell_backward, [("00", "00000")]),
         _case("GRUCell, biased=True"),
     ),
@@ -461,7 +463,7 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[..., Non
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_rule_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patch, run = MUTANTS[name]
     run()  # premise: the rule as it is passes
     patch(monkeypatch)

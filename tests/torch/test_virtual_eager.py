@@ -1,6 +1,6 @@
-"""A compiled model in a virtual batch runs eagerly and exactly. That is said once; torch's advice is not."""
+"""A compiled model runs eagerly and exactly in a virtual batch, which issues one warning."""
 
-# ruff: noqa: PT012  (what raises is the block, of several statements)
+# ruff: noqa: PT012  (the block that raises has several statements)
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from superbatch.torch.checks import introspection
 N = 14
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randint(0, 3, (N,), generator=torch.Generator().manual_seed(2))
-SAID = r"A compiled model runs eagerly inside virtual_batch.*compile=True"
+WARNING = r"A compiled model runs eagerly inside virtual_batch.*compile=True"
 
 Kind = Callable[["Any", "list[Any]"], Any]
 
 
 @pytest.fixture(autouse=True)
-def not_yet_said() -> Iterator[None]:
-    """What is said once for a process is said once for each test."""
+def reset_warning() -> Iterator[None]:
+    """Reset the warning that is issued once per process."""
     introspection._warn_of_eager_run.cache_clear()
     yield
     introspection._warn_of_eager_run.cache_clear()
 
 
 class Head(nn.Module):
-    """Modules of torch's own are not compiled in place."""
+    """Custom head: torch does not compile its own modules in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def make() -> Net:
         return Net().double()
 
 
-def counting(graphs: list[Any]) -> Any:
+def recording_backend(graphs: list[Any]) -> Any:
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph
@@ -70,22 +70,22 @@ def counting(graphs: list[Any]) -> Any:
     return backend
 
 
-def whole(model: Net, graphs: list[Any]) -> Any:
-    return torch.compile(model, backend=counting(graphs))
+def compiled_model(model: Net, graphs: list[Any]) -> Any:
+    return torch.compile(model, backend=recording_backend(graphs))
 
 
-def in_place(model: Net, graphs: list[Any]) -> Any:
-    model.compile(backend=counting(graphs))
+def compiled_in_place(model: Net, graphs: list[Any]) -> Any:
+    model.compile(backend=recording_backend(graphs))
     return model
 
 
-def a_part(model: Net, graphs: list[Any]) -> Any:
-    model.head = torch.compile(model.head, backend=counting(graphs))
+def compiled_head(model: Net, graphs: list[Any]) -> Any:
+    model.head = torch.compile(model.head, backend=recording_backend(graphs))
     return model
 
 
-def a_part_in_place(model: Net, graphs: list[Any]) -> Any:
-    model.head.compile(backend=counting(graphs))
+def compiled_head_in_place(model: Net, graphs: list[Any]) -> Any:
+    model.head.compile(backend=recording_backend(graphs))
     return model
 
 
@@ -98,22 +98,22 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("kind", [whole, in_place, a_part, a_part_in_place])
+@pytest.mark.parametrize("kind", [compiled_model, compiled_in_place, compiled_head, compiled_head_in_place])
 @pytest.mark.parametrize("given", ["the model", "the compiled model"])
-def test_it_is_said_once_over_two_blocks_and_nothing_else_is(kind: Kind, given: str) -> None:
+def test_two_blocks_issue_one_warning_and_no_other(kind: Kind, given: str) -> None:
     graphs: list[Any] = []
     ours, plain = make(), make()
     compiled = kind(ours, graphs)
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         update(compiled, compiled if given == "the compiled model" else ours)
         update(compiled, compiled if given == "the compiled model" else ours)
-    assert len(heard) == 1
-    assert heard[0].category is UserWarning
-    assert "A compiled model runs eagerly inside virtual_batch" in str(heard[0].message)
-    assert "compile=True" in str(heard[0].message)
-    if not kind.__name__.startswith("a_part"):
-        assert heard[0].filename == __file__, "it points at the call"
+    assert len(caught) == 1
+    assert caught[0].category is UserWarning
+    assert "A compiled model runs eagerly inside virtual_batch" in str(caught[0].message)
+    assert "compile=True" in str(caught[0].message)
+    if not kind.__name__.startswith("compiled_head"):
+        assert caught[0].filename == __file__, "the warning points at the call"
     assert not graphs, "it ran eagerly"
     for _ in range(2):
         F.cross_entropy(plain(X), Y).backward()
@@ -125,7 +125,7 @@ def test_it_is_said_once_over_two_blocks_and_nothing_else_is(kind: Kind, given: 
     assert graphs, "premise: outside of the block it is compiled"
 
 
-def test_it_is_said_through_the_accumulator() -> None:
+def test_whole_batch_issues_the_warning_once() -> None:
     model = make()
     compiled = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -135,18 +135,18 @@ def test_it_is_said_through_the_accumulator() -> None:
         lambda batch: F.cross_entropy(compiled(batch[0]), batch[1]),
         microbatch_size=4,
     )
-    with pytest.warns(UserWarning, match=SAID) as heard:
+    with pytest.warns(UserWarning, match=WARNING) as caught:
         losses = [accumulate((X, Y)).loss for _ in range(2)]
     assert losses[1] < losses[0], "premise: two updates"
-    assert len(heard) == 1
+    assert len(caught) == 1
 
 
-def test_a_model_that_is_not_compiled_says_nothing() -> None:
-    torch.compile(make(), backend="eager")  # another one; and so that the compiler is loaded
+def test_a_model_that_is_not_compiled_issues_no_warning() -> None:
+    torch.compile(make(), backend="eager")  # another model; loads the compiler
     update(model := make(), model)
 
 
-def test_what_calls_a_compiled_model_in_another_thread_is_not_meant() -> None:
+def test_a_compiled_model_in_another_thread_issues_no_warning() -> None:
     other = torch.compile(make(), backend="eager")
     model = make()
     with virtual_batch(model, 4) as batch:
@@ -156,28 +156,28 @@ def test_what_calls_a_compiled_model_in_another_thread_is_not_meant() -> None:
         F.cross_entropy(model(batch(X)), Y).backward()
 
 
-def test_torchs_advice_on_hooks_is_heard_again_after_the_block() -> None:
+def test_the_warning_of_torch_about_hooks_is_enabled_again_after_the_block() -> None:
     if "when there are global hooks" not in inspect.getsource(eval_frame):
-        pytest.skip("this release of torch gives no such advice")
+        pytest.skip("this release of torch has no such warning")
     model = make()
     compiled = torch.compile(model, backend="eager")
-    with pytest.warns(UserWarning, match=SAID):
+    with pytest.warns(UserWarning, match=WARNING):
         update(compiled, model)
-    update(compiled, model)  # under the filters of these tests
+    update(compiled, model)  # a warning would be an error in these tests
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         with pytest.raises(UserWarning, match=r"Using `torch.compile\(module\)` when there are global hooks"):
-            compiled(X)  # an error, by the filters of these tests
+            compiled(X)  # warnings are errors in these tests
     finally:
         hook.remove()
 
 
-def test_filters_that_the_program_sets_in_a_block_stay() -> None:
+def test_warning_filters_set_in_a_block_stay() -> None:
     model = make()
     compiled = torch.compile(model, backend="eager")
     with warnings.catch_warnings():  # of the test
         before = list(warnings.filters)
-        with pytest.raises(UserWarning, match=SAID), virtual_batch(model, 4) as batch:
+        with pytest.raises(UserWarning, match=WARNING), virtual_batch(model, 4) as batch:
             warnings.filterwarnings("ignore", "of the program")
             F.cross_entropy(compiled(batch(X)), Y).backward()
         assert len(warnings.filters) == len(before) + 1
@@ -185,9 +185,9 @@ def test_filters_that_the_program_sets_in_a_block_stay() -> None:
         warnings.warn("of the program", stacklevel=1)
 
 
-def test_where_warnings_are_errors_it_is_one_and_the_block_leaves_everything_as_it_was() -> None:
+def test_the_warning_as_an_error_leaves_no_gradients() -> None:
     model = make()
     compiled = torch.compile(model, backend="eager")
-    with pytest.raises(UserWarning, match=SAID):
+    with pytest.raises(UserWarning, match=WARNING):
         update(compiled, model)
     assert not gradients(model)

@@ -1,4 +1,4 @@
-"""What users do in a virtual batch and around it: errors, optimizers, precision, threads, leftovers."""
+"""Virtual batches in training programs: errors, optimizers, precision, threads, state after the block."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def assert_close(found: Sequence[Any], expected: Sequence[Any], tolerance: float = 1e-12) -> None:
     largest = max(float(tensor.double().norm()) for tensor in expected)
     for a, b in zip(found, expected, strict=True):
-        assert type(a) in (Tensor, nn.Parameter), "it is still virtual"
+        assert type(a) in (Tensor, nn.Parameter), "the tensor is still virtual"
         assert float((a.double() - b.double()).norm()) <= tolerance * largest
 
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_draws_the_same_masks_again() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.8])
-def test_masks_have_their_rate_differ_by_micro_batch_and_are_the_same_in_the_backward(rate: float) -> None:
+def test_dropout_masks_keep_their_rate_and_are_reused_in_the_backward(rate: float) -> None:
     ones = torch.ones(512, 256, dtype=torch.float64, requires_grad=True)
     with virtual_batch(nn.Identity(), 64) as batch:
         kept: Any = F.dropout(batch(ones), rate)
@@ -104,12 +104,12 @@ def test_masks_have_their_rate_differ_by_micro_batch_and_are_the_same_in_the_bac
     deviation = (rate * (1 - rate) / mask.numel()) ** 0.5
     assert abs(share - (1 - rate)) < 5 * deviation
     assert torch.allclose(mask[mask != 0], torch.tensor(1 / (1 - rate), dtype=torch.float64))
-    parts = (mask != 0).double().split(64)
-    for index, part in enumerate(parts[1:]):
-        # Two masks of one rate agree in (1 - p)^2 + p^2 of their places, if they know nothing of each other.
-        agree = float((part == parts[index]).double().mean())
+    masks = (mask != 0).double().split(64)
+    for index, later in enumerate(masks[1:]):
+        # Two independent masks of rate p agree in a share (1 - p)^2 + p^2 of their elements.
+        agree = float((later == masks[index]).double().mean())
         expected = rate**2 + (1 - rate) ** 2
-        assert abs(agree - expected) < 5 * (expected * (1 - expected) / part.numel()) ** 0.5
+        assert abs(agree - expected) < 5 * (expected * (1 - expected) / later.numel()) ** 0.5
 
 
 def test_two_layers_of_dropout_draw_two_masks() -> None:
@@ -131,7 +131,7 @@ def test_normal_numbers_have_their_moments() -> None:
 
 
 @pytest.mark.parametrize("where", ["after the backward", "in the forward", "in the backward"])
-def test_an_exception_leaves_everything_as_it_was(where: str) -> None:
+def test_an_exception_rolls_the_block_back(where: str) -> None:
     model = make(dropout=0.5)
     old = model[0].weight.grad = torch.ones_like(model[0].weight)
     before, random = state(model), torch.get_rng_state()
@@ -159,14 +159,14 @@ def test_an_exception_leaves_everything_as_it_was(where: str) -> None:
     assert_close(gradients(model), real_gradients(make()))
 
 
-def test_another_number_of_samples_is_refused() -> None:
+def test_another_number_of_samples_raises() -> None:
     with virtual_batch(make(), 4) as batch:
         batch(X)
         with pytest.raises(InputError, match=r"5 samples after 14 samples in the same block\. Use one block"):
             batch(X[:5])
 
 
-def test_on_gather_warns_or_refuses() -> None:
+def test_on_gather_warns_or_raises() -> None:
     model = make()
     with (
         pytest.warns(UserWarning, match=r"sort.*has no rule, so it gathers 112 bytes"),
@@ -180,7 +180,7 @@ def test_on_gather_warns_or_refuses() -> None:
         batch(X)[:, 0].sort()
 
 
-def test_a_loss_may_be_used_after_the_block_and_outputs_may_not() -> None:
+def test_after_the_block_the_loss_is_readable_and_outputs_raise() -> None:
     model = make()
     with virtual_batch(model, 4) as batch:
         outputs = model(batch(X))
@@ -198,7 +198,7 @@ def test_a_loss_may_be_used_after_the_block_and_outputs_may_not() -> None:
         outputs.sum()
 
 
-# -- what training loops do ---------------------------------------------------------------------------------
+# -- training loops -----------------------------------------------------------------------------------------
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -225,7 +225,7 @@ def test_the_whole_update_may_be_in_the_block(optimizer: Callable[[nn.Module], A
     assert_close(state(ours), state(plain))
 
 
-def test_an_optimizer_whose_state_began_in_a_block_goes_on_outside(tmp_path: Path) -> None:
+def test_optimizer_state_created_in_a_block_works_outside(tmp_path: Path) -> None:
     ours, plain = make(), make()
     first, second = sgd(ours), sgd(plain)
     with virtual_batch(ours, 4) as batch:
@@ -261,7 +261,7 @@ def test_several_updates_in_one_block() -> None:
     assert_close(state(ours), state(plain))
 
 
-def test_gradients_are_added_to_those_that_are_there_in_the_same_tensors() -> None:
+def test_gradients_accumulate_in_the_existing_grad_tensors() -> None:
     ours, plain = make(), make()
     for model in (ours, plain):
         for parameter in model.parameters():
@@ -292,7 +292,7 @@ def test_frozen_and_tied_parameters() -> None:
     assert_close(gradients(ours), gradients(plain))
 
 
-def test_hooks_see_and_change_gradients_once() -> None:
+def test_hooks_run_once_and_may_change_gradients() -> None:
     def run(model: Any, x: Any) -> tuple[list[Tensor], list[str]]:
         seen: list[str] = []
 
@@ -324,7 +324,7 @@ def test_parameters_of_the_loss_get_real_gradients_too() -> None:
     assert_close([*gradients(ours), scales[0].grad], [*gradients(plain), scales[1].grad])
 
 
-def test_blocks_may_be_nested_with_one_model_too() -> None:
+def test_nested_blocks_with_the_same_and_with_another_model() -> None:
     ours, plain, other = make(), make(), make()
     with virtual_batch(ours, 4) as batch:
         outer = loss_of(ours, batch(X))
@@ -341,14 +341,14 @@ def test_blocks_may_be_nested_with_one_model_too() -> None:
     assert_close(gradients(other), real_gradients(make()))
 
 
-def test_a_batch_may_be_given_in_several_calls() -> None:
+def test_batch_may_be_called_several_times() -> None:
     ours = make()
     with virtual_batch(ours, 4) as batch:
         F.cross_entropy(ours(batch({"x": X})["x"]), batch(Y)).backward()
     assert_close(gradients(ours), real_gradients(make()))
 
 
-def test_a_mean_of_integers_over_samples_is_refused_as_torch_refuses_it() -> None:
+def test_a_mean_of_integers_over_samples_raises_as_in_torch() -> None:
     with pytest.raises(RuntimeError, match="mean\\(\\): could not infer output dtype"):
         X.long().mean(0)
     with virtual_batch(nn.Linear(6, 1), 4) as batch:
@@ -360,7 +360,7 @@ def test_a_mean_of_integers_over_samples_is_refused_as_torch_refuses_it() -> Non
         )
 
 
-def test_a_list_of_one_result_is_a_list() -> None:
+def test_a_foreach_operator_with_one_result_returns_a_list() -> None:
     model = make()
     real, found = ([] for _ in range(2))
     for results, wrap in ((real, None), (found, 4)):
@@ -376,8 +376,8 @@ def test_a_list_of_one_result_is_a_list() -> None:
     )
 
 
-class Grows(nn.Module):
-    """Makes a layer when it first knows how wide, and notes a statistic there, as lazy layers do."""
+class CreatesLayer(nn.Module):
+    """Model that creates a layer in its first forward and stores statistics in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,9 +392,9 @@ class Grows(nn.Module):
         return self.norm(h)
 
 
-def test_a_layer_that_the_forward_makes_is_left_with_real_tensors() -> None:
+def test_a_layer_created_in_the_forward_has_real_tensors_after_the_block() -> None:
     torch.manual_seed(0)
-    model = Grows()
+    model = CreatesLayer()
     with virtual_batch(model, 4) as batch:
         model(batch(X)).sum().backward()
     h = model.first(X).detach()
@@ -411,7 +411,7 @@ def test_a_forward_without_a_backward_updates_the_buffers() -> None:
     assert_close(state(ours), state(plain))
 
 
-def test_without_gradients() -> None:
+def test_no_grad() -> None:
     ours = make()
     with virtual_batch(ours, 4) as batch, torch.no_grad():
         outputs = ours(batch(X))
@@ -419,8 +419,8 @@ def test_without_gradients() -> None:
     assert_close([found], [make()(X).detach()])
 
 
-def test_a_parameter_that_is_written_after_its_use() -> None:
-    """What was computed before the write has the numbers of before."""
+def test_a_parameter_written_after_its_use() -> None:
+    """Outputs from before the write keep their values."""
     model = make()
     with virtual_batch(model, 4) as batch:
         outputs = model(batch(X))
@@ -435,8 +435,8 @@ def test_a_compiled_model_runs_eagerly() -> None:
     ours = make()
     compiled = torch.compile(ours, backend="eager")
     introspection._warn_of_eager_run.cache_clear()
-    said = pytest.warns(UserWarning, match="A compiled model runs eagerly")
-    with said, virtual_batch(ours, 4) as batch:
+    warned = pytest.warns(UserWarning, match="A compiled model runs eagerly")
+    with warned, virtual_batch(ours, 4) as batch:
         loss_of(compiled, batch(X)).backward()
     assert_close(gradients(ours), real_gradients(make()))
 
@@ -451,7 +451,7 @@ def test_blocks_in_threads() -> None:
                 with virtual_batch(model, 4) as batch:
                     loss_of(model, batch(X)).backward()
             found.append(gradients(model))
-        except Exception as error:  # noqa: BLE001 a thread's errors are for the test to raise
+        except Exception as error:  # noqa: BLE001 the test raises errors of threads
             found.append(error)
 
     threads = [threading.Thread(target=train, args=(make(),)) for _ in range(3)]
@@ -465,11 +465,11 @@ def test_blocks_in_threads() -> None:
         assert_close(result, expected)
 
 
-# -- what is left behind ------------------------------------------------------------------------------------
+# -- state after the block ----------------------------------------------------------------------------------
 
 
-class Keeper(nn.Module):
-    """Stores what it computes."""
+class StoresActivations(nn.Module):
+    """Model that stores activations and statistics in buffers and attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -487,8 +487,8 @@ class Keeper(nn.Module):
         return self.hidden
 
 
-def test_a_model_keeps_no_virtual_buffer() -> None:
-    ours, plain = Keeper(), Keeper()
+def test_buffers_are_real_after_the_block() -> None:
+    ours, plain = StoresActivations(), StoresActivations()
     plain.load_state_dict(ours.state_dict())
     keys = list(ours.state_dict())
     with virtual_batch(ours, 4) as batch:
@@ -525,7 +525,7 @@ def test_nothing_leaks(updates: int, budget: int | None) -> None:
     try:
         for _ in range(updates):
             update()
-        assert tensors() <= before, "tensors are let go without the collector"
+        assert tensors() <= before, "tensors are freed without the garbage collector"
     finally:
         gc.enable()
 
@@ -533,7 +533,7 @@ def test_nothing_leaks(updates: int, budget: int | None) -> None:
 # -- precision ----------------------------------------------------------------------------------------------
 
 
-def test_autocast_is_as_close_as_its_precision() -> None:
+def test_autocast_differs_only_by_rounding() -> None:
     found = []
     for virtual in (True, False):
         model = make().float()
@@ -572,7 +572,7 @@ def test_a_gradient_scaler(inside: bool) -> None:
     assert_close(found[0], found[1], 2 * torch.finfo(torch.float16).eps)
 
 
-def test_a_deep_network_stays_with_the_real_batch_over_six_updates() -> None:
+def test_a_deep_network_equals_the_real_batch_after_six_updates() -> None:
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(6, N, 3, 8, 8, generator=generator, dtype=torch.float64)
     y = torch.randint(0, 3, (6, N), generator=generator)

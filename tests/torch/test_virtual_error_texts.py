@@ -1,4 +1,4 @@
-"""Errors of a virtual batch by their exact texts: one or two sentences, with the value and what to type."""
+"""Exact texts of errors of a virtual batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.linspace(-1.0, 1.0, 18, dtype=torch.float64).reshape(6, 3)
 
 def test_a_parameter_written_by_another_thread_after_its_use() -> None:
     """A dispatch mode is local to its thread: only the version counter shows the write."""
-    # Above 4096 elements: smaller tensors are copied when they are used. The layer reads the transpose.
+    # Tensors of up to 4096 elements are copied on use. The layer reads the transpose.
     model = nn.Linear(3, 2000, dtype=torch.float64)
 
     def write() -> None:
@@ -56,13 +56,13 @@ def test_a_parameter_written_by_another_thread_after_its_use() -> None:
         ),
     ],
 )
-def test_writes_that_no_recording_can_hold(write: Callable[[Any], Tensor], text: str) -> None:
+def test_unsupported_in_place_writes_raise(write: Callable[[Any], Tensor], text: str) -> None:
     with virtual_batch(nn.Linear(3, 1), 2) as batch, pytest.raises(WindowError, match=text):
         write(batch(X))
-    write(X)  # the premise: plain PyTorch allows it
+    write(X)  # premise: plain PyTorch allows it
 
 
-def test_a_view_of_another_block_is_not_written() -> None:
+def test_writing_to_a_view_of_another_block_raises() -> None:
     with virtual_batch(nn.Linear(3, 1), 2) as batch:
         rows = batch(X).sum(0)
         view = rows[1:]

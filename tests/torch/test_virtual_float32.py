@@ -1,12 +1,11 @@
-"""In float32 a virtual batch is at most twice as far from the truth as the large batch itself.
+"""Rounding of a virtual batch in float32: at most twice that of the large batch.
 
-The truth is the gradient of the whole batch in float64, of the same numbers (each is one of float32), so that
-the distance is that of the arithmetic alone. One draw for each case: its model and batch are seeded by its
-name, and neither seeds nor bounds were chosen by the outcome. A ReLU's kink or a maximum that rounding moves
-to the other side would throw either way off; in these draws none does.
+The reference is the float64 gradient of the large batch on the same float32 values, so only the arithmetic
+differs. Each case has one draw, seeded by its name. Rounding could flip a ReLU or a maximum, but does not in
+these draws.
 
-"matrix exponential" of the zoo is not in the list: `torch.matrix_exp` itself is coarser for one matrix than
-for several, as the last test here shows, so that micro-batches of one sample are as well (4e-6 against 3e-7).
+The case "matrix exponential" is not listed: `torch.matrix_exp` rounds more for one matrix than for several
+(4e-6 against 3e-7), as the last test shows.
 """
 
 from __future__ import annotations
@@ -74,14 +73,14 @@ NAMES = [
 
 
 def gradient(case: Case, dtype: torch.dtype, microbatch: int | None = None) -> Result:
-    """Of the large batch, or of a virtual one."""
+    """Return the gradient of the large batch, or of a virtual batch."""
 
     def cast(leaf: Tensor) -> Tensor:
         return leaf.float().to(dtype) if leaf.is_floating_point() else leaf
 
     model, batch = case.make().float().to(dtype), tree.map_arrays(cast, case.batch())
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)  # some models draw negatives or orders, whatever the precision
+        torch.manual_seed(SEED)  # some models draw negatives or permutations
         if microbatch is None:
             case.loss(model, batch).backward()
         else:
@@ -94,8 +93,8 @@ def gradient(case: Case, dtype: torch.dtype, microbatch: int | None = None) -> R
 
 
 @cache
-def truth(name: str) -> tuple[Result, float]:
-    """The gradient in float64, and how far from it the large batch is in float32."""
+def float64_reference(name: str) -> tuple[Result, float]:
+    """Return the float64 gradient, and the float32 error of the large batch."""
     exact = gradient(CASES[name], torch.float64)
     return exact, gradient_error(exact, gradient(CASES[name], torch.float32))
 
@@ -105,11 +104,11 @@ def bound(own: float) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_float32_is_as_near_to_the_truth_as_the_large_batch(name: str) -> None:
+def test_float32_error_is_at_most_twice_that_of_the_large_batch(name: str) -> None:
     case = CASES[name]
-    assert not case.random, "premise: no two ways draw different numbers"
-    exact, own = truth(name)
-    assert 0 < own < 1e-3, "premise: float32 rounds, and it is rounding"
+    assert not case.random, "premise: both batches draw the same numbers"
+    exact, own = float64_reference(name)
+    assert 0 < own < 1e-3, "premise: float32 rounds, and only rounds"
     errors = {
         size: gradient_error(exact, gradient(case, torch.float32, size)) for size in (1, case.microbatch)
     }
@@ -117,22 +116,22 @@ def test_float32_is_as_near_to_the_truth_as_the_large_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["MLP with BatchNorm", "two towers with InfoNCE", "LSTM with BatchNorm"])
-def test_a_little_more_rounding_would_be_seen(name: str) -> None:
-    """A product rounded to 20 bits in place of 24."""
-    exact, own = truth(name)
+def test_rounding_to_20_bits_exceeds_the_bound(name: str) -> None:
+    """A gradient with 20 correct bits instead of 24 exceeds the bound."""
+    exact, own = float64_reference(name)
     found = gradient(CASES[name], torch.float32, 1)
     rounded = {key: None if g is None else g * (1 + 16 * EPS) for key, g in found.gradients.items()}
     assert gradient_error(exact, Result(found.loss, rounded, {})) > bound(own)
 
 
-def test_torch_takes_the_exponential_of_one_matrix_less_precisely_than_of_several() -> None:
-    """Why "matrix exponential" is not in the list; should torch mend it, it can be."""
+def test_matrix_exp_of_one_matrix_rounds_more_than_of_several() -> None:
+    """If torch fixes this, "matrix exponential" can join the list."""
     generator = torch.Generator().manual_seed(0)
     matrices = torch.randn(64, 3, 3, generator=generator) * 0.15
     exact = torch.matrix_exp(matrices.double())
 
     def error(size: int) -> float:
-        found = torch.cat([torch.matrix_exp(part) for part in matrices.split(size)])
+        found = torch.cat([torch.matrix_exp(chunk) for chunk in matrices.split(size)])
         return float((found - exact).abs().max())
 
     assert error(64) < 1e-6 and error(2) < 1e-6

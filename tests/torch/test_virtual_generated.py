@@ -1,4 +1,4 @@
-"""The function written for a sweep's program does what the interpreter does, bit for bit, and as briefly."""
+"""Generated functions of sweeps give bitwise the interpreter's results, and free tensors as early."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Y = torch.randint(0, 5, (SAMPLES,), generator=torch.Generator().manual_seed(2))
 
 
 class Towers(nn.Module):
-    """Two encoders whose embeddings are compared: the forward runs twice."""
+    """Two encoders with a loss over all pairs, so the forward runs twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Towers(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Results that are several, and lists of tensors."""
+    """LSTM, whose operators take lists of tensors and return several."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def convolutional() -> nn.Module:
 
 
 def trained(model: nn.Module, size: int, **options: Any) -> list[Tensor]:
-    """Gradients, buffers and losses of three updates: the third is of a structure that was met before."""
+    """Return losses, gradients and buffers of three updates; the third has a known structure."""
     found: list[Tensor] = []
     for _ in range(3):
         model.zero_grad()
@@ -82,37 +82,37 @@ def trained(model: nn.Module, size: int, **options: Any) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("size", "options"),
     [(2, {}), (2, {"device_budget": 0}), (1, {}), (21, {}), (8, {}), (2, {"rng": "batch"})],
-    ids=["11 micro-batches", "kept on the host", "single samples", "one carries all", "one carries", "rng"],
+    ids=["11 micro-batches", "offloaded", "single samples", "one micro-batch", "3 micro-batches", "rng"],
 )
-def test_equal_to_the_interpreter_bit_for_bit(
+def test_results_equal_the_interpreter_bitwise(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], size: int, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(sweep, "GENERATE_FROM", 1)
     written: list[str] = []
 
-    def noted(*args: Any) -> Any:
+    def record(*args: Any) -> Any:
         function = generated.generated(*args)
         assert isinstance(function, FunctionType)
         written.append(function.__code__.co_filename)
         return function
 
     runs: list[list[Tensor]] = []
-    for how in (interpreted, noted):
+    for how in (interpreted, record):
         monkeypatch.setattr(sweep, "generated", how)
         torch.manual_seed(0)
         runs.append(trained(make().double(), size, **options))
-    assert written.count("<sweep of superbatch>") >= len(written) // 3 > 0, "nothing was written"
+    assert written.count("<sweep of superbatch>") >= len(written) // 3 > 0, "no function was generated"
     assert any(bool(one.count_nonzero()) for one in runs[0])
     assert all(map(torch.equal, *runs))
 
 
-# -- programs by hand ---------------------------------------------------------------------------------------
+# -- hand-written programs ----------------------------------------------------------------------------------
 
 LAYOUT = Shard(0)
 
 
-class Kept:
-    """Stands in for a store, and for a reduction."""
+class Recorder:
+    """Stand-in for a store and for a reduction."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -124,8 +124,8 @@ class Kept:
         self.found.append([None if one is None else one.clone() for one in outputs])
 
 
-def program(log: list[Any]) -> tuple[list[Instruction], list[Any], Kept, Kept, Value]:
-    """A program with all that an instruction can do; it notes what is alive when."""
+def program(log: list[Any]) -> tuple[list[Instruction], list[Any], Recorder, Recorder, Value]:
+    """Return a program with all features of instructions; it logs which tensors are alive."""
     alive: dict[str, weakref.ref[Tensor]] = {}
 
     def note(name: str, tensor: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def program(log: list[Any]) -> tuple[list[Instruction], list[Any], Kept, Kept, V
 
     kept: Any
     reduction: Any
-    kept, reduction, carried = Kept(), Kept(), Value(torch.empty(3), torch.device("cpu"))
+    kept, reduction, carried = Recorder(), Recorder(), Value(torch.empty(3), torch.device("cpu"))
     steps = [
         Instruction(
             lambda microbatch, tensors: note("sine", tensors[0].sin()),
@@ -177,8 +177,10 @@ def program(log: list[Any]) -> tuple[list[Instruction], list[Any], Kept, Kept, V
     return steps, [torch.full((3,), 7.0), *[None] * 8], kept, reduction, carried
 
 
-def ran(how: Callable[..., Any], *, carries: bool) -> tuple[list[Any], list[Any], dict[Value, Tensor]]:
-    """What was alive when, what was kept and reduced, and what is carried."""
+def run_program(
+    how: Callable[..., Any], *, carries: bool
+) -> tuple[list[Any], list[Any], dict[Value, Tensor]]:
+    """Return the log of live tensors, the stored, reduced and carried values, and the carried rows."""
     log: list[Any] = []
     steps, registers, kept, reduction, carried = program(log)
     rows: dict[Value, Tensor] = {}
@@ -197,8 +199,8 @@ def flat(found: Any) -> list[Any]:
     return [leaf for one in found for leaf in flat(one)] if isinstance(found, list) else [found]
 
 
-def at_once(steps: Any, registers: Any, rows: Any) -> Any:
-    """The function, though the structure was not met before."""
+def generate(steps: Any, registers: Any, rows: Any) -> Any:
+    """Return a generated function; the first call makes the structure known."""
     generated.generated(steps, registers, rows)
     function = generated.generated(steps, registers, rows)
     assert function.__code__.co_filename == "<sweep of superbatch>"
@@ -212,37 +214,37 @@ def agree(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.parametrize("carries", [False, True])
-def test_all_that_an_instruction_does(carries: bool) -> None:
-    plain = ran(interpreted, carries=carries)
+def test_all_features_of_instructions(carries: bool) -> None:
+    plain = run_program(interpreted, carries=carries)
     assert len(flat(plain[1])) > 8
-    assert ("taken", ["second", "taken"]) in plain[0], "the premise: what is let go early is gone"
-    assert agree(plain, ran(at_once, carries=carries))
+    assert ("taken", ["second", "taken"]) in plain[0], "premise: tensors freed early are gone"
+    assert agree(plain, run_program(generate, carries=carries))
 
 
 @pytest.mark.parametrize("method", ["_free", "_finish"])
-def test_a_writer_that_leaves_something_out_is_found(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_mutant_that_omits_code(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     def nothing(*args: Any) -> None:
         pass
 
-    plain = ran(interpreted, carries=False)
+    plain = run_program(interpreted, carries=False)
     generated._cached.cache_clear()
     monkeypatch.setattr(generated._Writer, method, nothing)
     try:
-        assert not agree(plain, ran(at_once, carries=False))
+        assert not agree(plain, run_program(generate, carries=False))
     except (NameError, ValueError):
-        pass  # what is left out is asked for
+        pass  # the omitted code is needed
     finally:
         generated._cached.cache_clear()
 
 
 @pytest.mark.parametrize("place", range(6))
 @pytest.mark.parametrize("change", ["inputs", "output", "frees", "run", "effects"])
-def test_a_structure_tells_programs_apart(place: int, change: str) -> None:
+def test_programs_that_differ_have_different_structures(place: int, change: str) -> None:
     steps, registers, *_, carried = program([])
     other = list(steps)
     one = steps[place]
     if one.effects is None and change == "effects":
-        pytest.skip("there is nothing more")
+        pytest.skip("the instruction has no side effects")
     changes: dict[str, Any] = {
         "inputs": [*one.inputs, 0],
         "output": one.output + 1,
@@ -256,16 +258,16 @@ def test_a_structure_tells_programs_apart(place: int, change: str) -> None:
     assert generated.structure(steps, registers) != generated.structure(steps, [None, *registers[1:]])
 
 
-def test_nothing_holds_a_program_once_its_sweep_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cycle would hold whole tensors until a collection, and these are rare in a block."""
+def test_a_program_is_freed_after_its_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle would hold full tensors until a garbage collection, which is rare in a block."""
     made: list[weakref.ref[Any]] = []
     init = sweep._Program.__init__
 
-    def noted(self: Any, *args: Any) -> None:
+    def record(self: Any, *args: Any) -> None:
         made.append(weakref.ref(self))
         init(self, *args)
 
-    monkeypatch.setattr(sweep._Program, "__init__", noted)
+    monkeypatch.setattr(sweep._Program, "__init__", record)
     monkeypatch.setattr(sweep, "GENERATE_FROM", 1)
     torch.manual_seed(0)
     trained(Towers().double(), 2)

@@ -1,4 +1,4 @@
-"""Operators whose virtual inputs come out of a view: the samples in another dimension than the first."""
+"""Operators on virtual inputs whose samples are in another dimension than the first."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.torch.test_virtual_operators import SAMPLES, assert_same, on_virtual_
 
 Move = Callable[[Tensor], Tensor]
 
-# Where the samples are then; what has one dimension alone stays, unless it can be moved.
+# Dimension of the samples after the move. Most moves leave one-dimensional tensors unchanged.
 MOVES: dict[str, Move] = {
     "first": lambda x: x,
     "second": lambda x: x.movedim(0, 1).contiguous() if x.dim() > 1 else x,
     "second, a view": lambda x: x.movedim(0, 1) if x.dim() > 1 else x,
     "last": lambda x: x.movedim(0, -1).contiguous(),
-    "before others, merged": lambda x: x.flatten(0, 1) if x.dim() > 1 else x,
-    "behind others, merged": lambda x: x.transpose(0, 1).flatten(0, 1) if x.dim() > 1 else x,
-    "behind one": lambda x: x[None],
+    "merged, samples first": lambda x: x.flatten(0, 1) if x.dim() > 1 else x,
+    "merged, samples last": lambda x: x.transpose(0, 1).flatten(0, 1) if x.dim() > 1 else x,
+    "after a dimension of size 1": lambda x: x[None],
 }
 
 
@@ -41,8 +41,8 @@ def _along(size: int, dim: int, shape: torch.Size) -> tuple[int, ...]:
     return tuple(size if index == dim else 1 for index in range(len(shape)))
 
 
-def first_met_in_gradients(case: OperatorCase, samples: int, last: bool) -> OperatorCase:
-    """Return the case with inputs that are no batch: the batch is what its outputs are multiplied by."""
+def virtual_in_gradients_only(case: OperatorCase, samples: int, last: bool) -> OperatorCase:
+    """Return the case with real inputs, and with outputs multiplied by a virtual batch."""
     weigher = len(case.specs)
 
     def function(*inputs: Tensor) -> Any:
@@ -61,15 +61,15 @@ def first_met_in_gradients(case: OperatorCase, samples: int, last: bool) -> Oper
     )
 
 
-def hold(case: OperatorCase, move: str, samples: int, **options: Any) -> bool:
-    """Hold a case by micro-batches against whole tensors; False where torch does not take such inputs."""
+def compare_moved(case: OperatorCase, move: str, samples: int, **options: Any) -> bool:
+    """Compare a moved case with full tensors; return False if torch rejects such inputs."""
     if samples < case.min_n:
         return False
-    return held(moved(case, MOVES[move]), samples, **options)
+    return compare(moved(case, MOVES[move]), samples, **options)
 
 
-def held(elsewhere: OperatorCase, samples: int, **options: Any) -> bool:
-    """Hold a case as it is."""
+def compare(elsewhere: OperatorCase, samples: int, **options: Any) -> bool:
+    """Compare a case with full tensors; return False if torch rejects such inputs."""
     try:
         whole = on_whole_tensors(elsewhere, samples)
     except (
@@ -87,22 +87,22 @@ def held(elsewhere: OperatorCase, samples: int, **options: Any) -> bool:
     return bool(whole[0])
 
 
-# Of as many samples as inputs often have features, rules that look at sizes alone may take one for the other.
+# As many samples as features: a rule that compares only sizes would confuse them.
 ALIKE = (3, 4)
 
 
 @pytest.mark.parametrize("move", [move for move in MOVES if move != "first"])
 def test_samples_in_another_dimension(move: str) -> None:
-    """Every eighth operator, others for each move; `test_samples_in_each_dimension`, slow, takes them all."""
+    """Every eighth operator per move; the slow `test_samples_in_each_dimension` has them all."""
     first = list(MOVES).index(move)
-    held = [hold(case, move, SAMPLES) for case in ALL_OPERATORS[first::8]]
-    assert sum(held) > len(held) / 3, "torch takes too few of them"
+    compared = [compare_moved(case, move, SAMPLES) for case in ALL_OPERATORS[first::8]]
+    assert sum(compared) > len(compared) / 3, "torch rejects too many cases"
 
 
-def in_gradients_alone(case: OperatorCase) -> int:
-    """How often a case was held whose inputs are whole while the gradients of its outputs are not."""
+def compare_virtual_gradients(case: OperatorCase) -> int:
+    """Count comparisons of a case with real inputs and virtual gradients of outputs."""
     ran = [
-        held(first_met_in_gradients(case, samples, last), samples)
+        compare(virtual_in_gradients_only(case, samples, last), samples)
         for samples in (SAMPLES, *ALIKE)
         for last in (False, True)
         if samples >= case.min_n and not case.random
@@ -110,43 +110,45 @@ def in_gradients_alone(case: OperatorCase) -> int:
     return sum(ran)
 
 
-def in_one_of_several(case: OperatorCase) -> int:
-    """How often a case was held of whose batches one alone is virtual, the others whole."""
+def compare_one_virtual_input(case: OperatorCase) -> int:
+    """Count comparisons of a case with one virtual batch and real other batches."""
     ran = [
-        held(dataclasses.replace(case, virtual=(index,)), SAMPLES)
+        compare(dataclasses.replace(case, virtual=(index,)), SAMPLES)
         for index in case.virtual
         if len(case.virtual) > 1
     ]
     return sum(ran)
 
 
-def test_samples_in_the_gradients_alone() -> None:
-    """Every eighth operator; all of them in `test_samples_in_some_places_alone`, which is slow."""
-    assert sum(in_gradients_alone(case) for case in ALL_OPERATORS[::8]) > 400
+def test_virtual_gradients_of_real_inputs() -> None:
+    """Every eighth operator; the slow `test_virtual_gradients_or_one_virtual_input` has them all."""
+    assert sum(compare_virtual_gradients(case) for case in ALL_OPERATORS[::8]) > 400
 
 
-def test_samples_in_one_input_alone() -> None:
-    assert sum(in_one_of_several(case) for case in ALL_OPERATORS[::2]) > 150
+def test_one_virtual_input() -> None:
+    assert sum(compare_one_virtual_input(case) for case in ALL_OPERATORS[::2]) > 150
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ALL_OPERATORS, ids=str)
-def test_samples_in_some_places_alone(case: OperatorCase) -> None:
-    if not in_gradients_alone(case) + in_one_of_several(case):
-        pytest.skip("it has one input and no gradients with as many rows")
+def test_virtual_gradients_or_one_virtual_input(case: OperatorCase) -> None:
+    if not compare_virtual_gradients(case) + compare_one_virtual_input(case):
+        pytest.skip("one input, and no gradient with as many rows")
 
 
 @pytest.mark.parametrize("samples", ALIKE)
 def test_as_many_samples_as_features(samples: int) -> None:
-    """Every eighth operator; all of them in `test_samples_in_each_dimension`, which is slow."""
+    """Every eighth operator; the slow `test_samples_in_each_dimension` has them all."""
     cases = ALL_OPERATORS[samples::8]
-    assert sum(hold(case, "first", samples) for case in cases) > 0.95 * len(cases) > 90
+    assert sum(compare_moved(case, "first", samples) for case in cases) > 0.95 * len(cases) > 90
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("case", ALL_OPERATORS, ids=str)
 def test_samples_in_each_dimension(case: OperatorCase, move: str) -> None:
-    held = [hold(case, move, samples, paranoid=samples == SAMPLES) for samples in (SAMPLES, *ALIKE)]
-    if not any(held):
-        pytest.skip("torch does not take such inputs")
+    compared = [
+        compare_moved(case, move, samples, paranoid=samples == SAMPLES) for samples in (SAMPLES, *ALIKE)
+    ]
+    if not any(compared):
+        pytest.skip("torch rejects such inputs")

@@ -1,4 +1,4 @@
-"""Update after update leaves no bytes behind, whoever would hold them, and without the collector."""
+"""Repeated updates leave no bytes allocated, even without garbage collection."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from superbatch.torch import WholeBatch, virtual_batch
 from superbatch.torch.memory.ledger import Ledger
 
 N, SIZE = 12, 4
-SLOWLY = pytest.param(1000, marks=pytest.mark.slow)
+MANY = pytest.param(1000, marks=pytest.mark.slow)
 
 
 class Encoder(nn.Module):
-    """BatchNorm, and a learnt temperature."""
+    """Encoder with BatchNorm, a learned temperature and a contrastive loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def by_blocks(model: Encoder, optimizer: Any, **options: Any) -> Callable[[Any],
             loss = model(virtual(batch))
             loss.backward()
         optimizer.step()
-        assert virtual.report().points, "premise: samples meet"
+        assert virtual.report().points, "premise: samples are coupled"
         return float(loss.detach())
 
     return update
@@ -56,18 +56,18 @@ def by_accumulator(model: Encoder, optimizer: Any) -> Callable[[Any], float]:
 
 WAYS: dict[str, Callable[[Encoder, Any], Callable[[Any], float]]] = {
     "blocks": by_blocks,
-    "blocks, kept on the host": lambda *model: by_blocks(*model, device_budget=0),
-    "blocks, drawn as the large batch draws": lambda *model: by_blocks(*model, rng="batch"),
+    "blocks, offloaded": lambda *model: by_blocks(*model, device_budget=0),
+    "blocks, rng of the batch": lambda *model: by_blocks(*model, rng="batch"),
     "the accumulator": by_accumulator,
 }
 
 
 def alive(ledger: Ledger) -> tuple[int, int]:
-    """Storages that operations made and that are still there, whoever holds them, and their bytes."""
+    """Return the number and the bytes of live storages that operations made."""
     return sum(size > 0 for size in ledger._bytes.values()), ledger.live
 
 
-@pytest.mark.parametrize("updates", [30, SLOWLY])
+@pytest.mark.parametrize("updates", [30, MANY])
 @pytest.mark.parametrize("way", WAYS)
 def test_updates_leave_no_bytes_behind(way: str, updates: int) -> None:
     model = Encoder()
@@ -89,10 +89,10 @@ def test_updates_leave_no_bytes_behind(way: str, updates: int) -> None:
     assert after == before, "storages and bytes"
 
 
-def test_what_only_a_graph_holds_would_be_counted() -> None:
+def test_storages_held_only_by_a_graph_are_counted() -> None:
     with Ledger(torch.device("cpu")) as ledger:
         before = alive(ledger)
-        node = torch.ones(1000, requires_grad=True).sin().sin().grad_fn  # it reads the first result
+        node = torch.ones(1000, requires_grad=True).sin().sin().grad_fn  # saves the first result
         assert node is not None
         assert alive(ledger) >= (before[0] + 1, before[1] + 4000)
         del node

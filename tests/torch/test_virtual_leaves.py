@@ -1,4 +1,4 @@
-"""Gradients of tensors that are no parameters of the block's models, wherever the program used them first."""
+"""Gradients of tensors outside the block's models, first used before or inside the block."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ N = 7
 DATA = torch.Generator().manual_seed(3)
 X = torch.randn(N, 5, generator=DATA, dtype=torch.float64)
 Z = torch.randn(N, 3, generator=DATA, dtype=torch.float64)
-SEEN = torch.rand(N, 5, generator=DATA) > 0.4
+MASK = torch.rand(N, 5, generator=DATA) > 0.4
 
 
 class Case(NamedTuple):
-    """What a program does with tensors outside the model.
+    """Program that uses tensors outside the model.
 
     Attributes:
-        leaves: which get gradients.
-        first: what it works out of them, in the block or before it.
-        then: the outputs of which it takes the loss.
+        leaves: makes the tensors that get gradients.
+        first: computes a tensor from them, before or inside the block.
+        then: computes the outputs for the loss.
     """
 
     leaves: Callable[[], Any]
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 class Broken(Exception):
-    """What goes wrong."""
+    """Error of the program."""
 
 
 def scale() -> list[Tensor]:
@@ -52,20 +52,20 @@ def generator() -> nn.Module:
 
 CASES = {
     "a scale": Case(scale, lambda made: made[0].exp(), lambda model, batch, e: model(batch(X)) * e),
-    "a scale used as it is": Case(scale, lambda made: made[0], lambda model, batch, e: model(batch(X)) * e),
+    "a scale, unchanged": Case(scale, lambda made: made[0], lambda model, batch, e: model(batch(X)) * e),
     "a code for each sample": Case(
         codes, lambda made: 2 * made[0], lambda model, batch, e: model(batch(X) + e)
     ),
-    "codes as they are": Case(codes, lambda made: made[0], lambda model, batch, e: model(batch(X) + e)),
+    "codes, unchanged": Case(codes, lambda made: made[0], lambda model, batch, e: model(batch(X) + e)),
     "codes as the batch": Case(codes, lambda made: 2 * made[0], lambda model, batch, e: model(batch(e))),
-    "codes where a mask is the batch": Case(
-        codes, lambda made: made[0], lambda _, batch, e: torch.masked.logsumexp(e, 0, mask=batch(SEEN))
+    "codes with the mask as batch": Case(
+        codes, lambda made: made[0], lambda _, batch, e: torch.masked.logsumexp(e, 0, mask=batch(MASK))
     ),
-    "codes of a part": Case(
-        codes, lambda made: made[0] * 1, lambda _, batch, e: torch.masked.logsumexp(e, 0, mask=batch(SEEN))
+    "computed codes with the mask as batch": Case(
+        codes, lambda made: made[0] * 1, lambda _, batch, e: torch.masked.logsumexp(e, 0, mask=batch(MASK))
     ),
-    "another net before it": Case(generator, lambda net: net(Z), lambda model, batch, e: model(batch(e))),
-    "another net beside it": Case(generator, lambda net: net(Z), lambda model, batch, e: model(batch(X) * e)),
+    "net before the model": Case(generator, lambda net: net(Z), lambda model, batch, e: model(batch(e))),
+    "net times the batch": Case(generator, lambda net: net(Z), lambda model, batch, e: model(batch(X) * e)),
 }
 
 
@@ -87,9 +87,9 @@ def prepared(case: Case, *, had: bool) -> tuple[Any, list[Tensor], list[Tensor |
 
 
 @pytest.mark.parametrize("had", [False, True], ids=["no gradient yet", "a gradient before"])
-@pytest.mark.parametrize("inside", [False, True], ids=["used above the block", "used in it"])
+@pytest.mark.parametrize("inside", [False, True], ids=["used before the block", "used in the block"])
 @pytest.mark.parametrize("name", CASES)
-def test_their_gradients_are_real_and_those_of_the_real_batch(name: str, inside: bool, had: bool) -> None:
+def test_gradients_of_leaves_are_real_and_equal_the_real_batch(name: str, inside: bool, had: bool) -> None:
     case = CASES[name]
     made, leaves, _ = prepared(case, had=had)
     case.then(model_of(), lambda x: x, case.first(made)).square().mean().backward()
@@ -102,12 +102,12 @@ def test_their_gradients_are_real_and_those_of_the_real_batch(name: str, inside:
         outputs = case.then(model, batch, case.first(made) if above is None else above)
         outputs.square().mean().backward()
     for leaf, old, wanted in zip(leaves, before, expected, strict=True):
-        assert type(leaf.grad) is Tensor, "it is still virtual"
-        assert old is None or leaf.grad is old, "the tensor that was there stays the same object"
+        assert type(leaf.grad) is Tensor, "the gradient is still virtual"
+        assert old is None or leaf.grad is old, "the existing grad tensor is kept"
         torch.testing.assert_close(leaf.grad, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_after_an_exception_they_are_as_they_were() -> None:
+def test_an_exception_rolls_back_gradients_of_leaves() -> None:
     case = CASES["a scale"]
     made, leaves, before = prepared(case, had=True)
     above, model = case.first(made), model_of()
@@ -119,15 +119,15 @@ def test_after_an_exception_they_are_as_they_were() -> None:
         assert type(leaf.grad) is Tensor and bool((leaf.grad == 1).all())
 
 
-@pytest.mark.parametrize("of", ["the tensor that the batch was made of", "the batch"])
-def test_a_penalty_on_a_gradient_counts_whichever_tensor_it_is_of(of: str) -> None:
+@pytest.mark.parametrize("of", ["the inputs", "the batch"])
+def test_a_gradient_penalty_on_the_inputs_or_on_the_batch(of: str) -> None:
     def found(model: nn.Module, batch: Callable[[Tensor], Tensor]) -> list[Tensor]:
         x = X.clone().requires_grad_()
         given = batch(x)
         scores = model(given)
         wanted = given if of == "the batch" else x
-        (slope,) = torch.autograd.grad(scores.sum(), wanted, create_graph=True)
-        (scores.mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+        (gradient,) = torch.autograd.grad(scores.sum(), wanted, create_graph=True)
+        (scores.mean() + (gradient.norm(dim=1) - 1).square().mean()).backward()
         return [x, *model.parameters()]
 
     expected = [tensor.grad for tensor in found(model_of(), lambda x: x)]

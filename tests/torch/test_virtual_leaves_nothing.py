@@ -1,4 +1,4 @@
-"""After a virtual batch, however it ends, torch, the modules and the process are as they were before it."""
+"""A virtual batch restores torch, the modules and the process, however it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.torch.states import assert_unchanged, fingerprint
 
 pytestmark = pytest.mark.skipif(
     not hasattr(_autograd, "_top_saved_tensors_default_hooks"),
-    reason="this release of torch does not tell which hooks of saved tensors there are",
+    reason="this release of torch cannot list hooks of saved tensors",
 )
 
 N = 10
@@ -36,11 +36,11 @@ VIEWS = torch._C._is_view_replay_enabled()
 
 
 class Broken(Exception):
-    """Of the program."""
+    """Error of the program."""
 
 
 class Breaks(torch.autograd.Function):
-    """The program's own operation, whose backward raises."""
+    """Operation of the program whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
@@ -53,7 +53,7 @@ class Breaks(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """All kinds of layers that keep something, and an attribute that the forward writes."""
+    """Model with stateful layers and hooks, whose forward may raise."""
 
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.frozen(self.drop(self.norm(self.first(x))))
         if self.raises is not None:
-            float(h.detach().sum())  # something has run, and is kept
+            float(h.detach().sum())  # materializes and stores something
             raise self.raises
         return self.last(F.silu(h))
 
@@ -87,12 +87,12 @@ def compiled_in_place(width: int) -> nn.Module:
 NORMS = {
     "BatchNorm": nn.BatchNorm1d,
     "SyncBatchNorm": nn.SyncBatchNorm,
-    "a compiled part": compiled,
-    "a part compiled in place": compiled_in_place,
+    "a compiled layer": compiled,
+    "a layer compiled in place": compiled_in_place,
 }
 
 ENDS: dict[str, tuple[str, BaseException | None]] = {
-    "as it should": ("", None),
+    "normally": ("", None),
     "without a backward": ("no backward", None),
     "an exception in the forward": ("forward", Broken()),
     "an exception in the backward": ("backward", Broken()),
@@ -102,8 +102,8 @@ ENDS: dict[str, tuple[str, BaseException | None]] = {
 }
 
 
-def of_the_process(model: nn.Module) -> dict[str, Any]:
-    """What a block could leave beside numbers: by name, each as it can be compared."""
+def process_state(model: nn.Module) -> dict[str, Any]:
+    """Return all state besides numbers that a block could change, by name."""
     found: dict[str, Any] = {
         f"torch.nn.modules.module.{name}": list(value.items())
         for name, value in vars(all_modules).items()
@@ -152,7 +152,7 @@ def of_the_process(model: nn.Module) -> dict[str, Any]:
 
 
 def numbers(model: nn.Module) -> dict[str, Any]:
-    """Parameters, gradients, buffers and the generators."""
+    """Return parameters, gradients, buffers and states of generators."""
     return fingerprint(model)
 
 
@@ -171,8 +171,8 @@ def train(model: Net, end: str, error: BaseException | None) -> None:
 
 
 @pytest.fixture(autouse=True)
-def said() -> Iterator[None]:
-    """That a compiled model runs eagerly was said before."""
+def warning_issued() -> Iterator[None]:
+    """Issue the once-per-process warning about compiled models before the test."""
     introspection._warn_of_eager_run.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -183,21 +183,21 @@ def said() -> Iterator[None]:
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_nothing_is_left_of_a_block(norm: str, end: str) -> None:
+def test_a_block_restores_all_state(norm: str, end: str) -> None:
     torch.manual_seed(0)
     model = Net(NORMS[norm])
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
     where, error = ENDS[end]
-    process, before = of_the_process(model), numbers(model)
+    process, before = process_state(model), numbers(model)
     if error is None:
         train(model, where, None)
     else:
         with pytest.raises(type(error)):
             train(model, where, error)
     model.raises = None
-    assert_unchanged(process, of_the_process(model))
+    assert_unchanged(process, process_state(model))
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         assert type(value) in (Tensor, nn.Parameter), name
         assert value.grad is None or type(value.grad) is Tensor, name
@@ -205,11 +205,11 @@ def test_nothing_is_left_of_a_block(norm: str, end: str) -> None:
         assert_unchanged(before, numbers(model))
     else:
         after = numbers(model)
-        with pytest.raises(AssertionError):  # premise: it can tell
+        with pytest.raises(AssertionError):  # premise: the comparison detects an update
             assert_unchanged(before, after)
-    with warnings.catch_warnings():  # the compiler asks tensors for what they warn of
+    with warnings.catch_warnings():  # the compiler reads attributes that warn
         warnings.simplefilter("ignore")
-        model(X).sum().backward()  # and it trains on
+        model(X).sum().backward()  # the model can still train
 
 
 def leave_hook(model: Net) -> Iterator[None]:
@@ -258,24 +258,24 @@ LEFT: dict[str, Callable[[Net], Iterator[None]]] = {
     "a dispatch mode": leave_context(UnusedDispatch),
     "a function mode": leave_context(Unused),
     "a stance": leave_context(lambda: torch.compiler.set_stance("force_eager")),
-    "a way to see views": leave_context(lambda: _force_original_view_tracking(mode=not VIEWS)),
-    "hooks of what is saved": leave_context(
+    "view tracking": leave_context(lambda: _force_original_view_tracking(mode=not VIEWS)),
+    "hooks of saved tensors": leave_context(
         lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     ),
-    "a mode of gradients": leave_context(torch.no_grad),
+    "grad mode": leave_context(torch.no_grad),
     "autocast": leave_context(lambda: torch.autocast("cpu")),
 }
 
 
 @pytest.mark.parametrize("left", LEFT)
-def test_the_comparison_sees(left: str) -> None:
+def test_the_comparison_detects(left: str) -> None:
     torch.manual_seed(0)
     model = Net(nn.BatchNorm1d)
-    before = of_the_process(model)
-    assert_unchanged(before, of_the_process(model))
+    before = process_state(model)
+    assert_unchanged(before, process_state(model))
     leaving = LEFT[left](model)
     next(leaving)
-    during = of_the_process(model)
+    during = process_state(model)
     list(leaving)
     with pytest.raises(AssertionError):
         assert_unchanged(before, during)

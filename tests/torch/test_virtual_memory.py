@@ -1,4 +1,4 @@
-"""The memory of a virtual batch: what is kept and where, how many samples at a time, what is not copied."""
+"""Memory of a virtual batch: stored tensors, offloading, prefetching and peak memory."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def images(samples: int) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 3, 16, 16), torch.randint(0, 5, (samples,))
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation makes, in elements, views left out.
+class LargestTensor(TorchDispatchMode):
+    """Mode that records the largest tensor made by an operation, in elements, without views.
 
-    Entered before the block: modes that are entered in it are off while it works something out.
+    Enter it before the block: modes entered inside are off while the block computes.
     """
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ def run(samples: int, size: Any, **options: Any) -> tuple[list[Tensor], Any]:
 
 
 def images_made_at_once(features: Callable[[Tensor], Tensor]) -> float:
-    """The largest tensor, in feature maps of one image, where 4 of 32 are worked on at a time."""
-    largest, model = Largest(), net()
+    """Return the largest tensor in units of one image's features, for 32 images in micro-batches of 4."""
+    largest, model = LargestTensor(), net()
     x, y = images(32)
     with largest, virtual_batch(model, 4) as batch:
         h = features(model[:9](batch(x)))  # type: ignore[index]
@@ -79,25 +79,25 @@ def images_made_at_once(features: Callable[[Tensor], Tensor]) -> float:
     return largest.most / (8 * 16 * 16)
 
 
-def test_nothing_of_the_whole_batch_is_worked_out_at_once() -> None:
-    """Below the virtual tensors no operation makes more rows than a micro-batch has."""
+def test_operations_run_on_one_micro_batch_at_a_time() -> None:
+    """No real tensor has more rows than a micro-batch."""
     assert images_made_at_once(lambda h: h) == 4
 
 
-def test_the_largest_tensor_is_seen_where_the_batch_is_worked_out_at_once() -> None:
-    assert images_made_at_once(lambda h: h[:16] * h[16:]) == 32, "its gradient is that of the batch"
+def test_operations_on_the_whole_batch_are_detected() -> None:
+    assert images_made_at_once(lambda h: h[:16] * h[16:]) == 32, "its gradient has all rows"
     assert images_made_at_once(lambda h: h[torch.randperm(32)]) == 32
 
 
-def test_what_is_kept_is_the_inputs_of_the_batchnorms_and_little_else() -> None:
+def test_little_is_stored_besides_inputs_of_batchnorm() -> None:
     _, report = run(32, 4)
     activation = 32 * 8 * 16 * 16 * 4
-    # Three inputs of BatchNorm, and for a while the gradient of one output.
+    # Three inputs of BatchNorm, and temporarily the gradient of one output.
     assert 3 * activation <= report.kept_on_device <= 4.5 * activation
     assert [point.kept for point in report.points if point.operation == "batch_norm"] == [activation] * 3
 
 
-def test_what_is_beyond_the_budget_is_kept_on_the_host() -> None:
+def test_tensors_beyond_the_budget_are_offloaded() -> None:
     expected, on_device = run(32, 4)
     ours, split = run(32, 4, device_budget=MIB // 2)
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
@@ -107,7 +107,7 @@ def test_what_is_beyond_the_budget_is_kept_on_the_host() -> None:
     assert host.kept_on_device == 0 and host.kept_on_host == on_device.kept_on_device
 
 
-def test_nothing_is_kept_after_the_block() -> None:
+def test_the_store_is_empty_after_the_block() -> None:
     model = net()
     x, y = images(32)
     with virtual_batch(model, 4) as batch:
@@ -121,7 +121,7 @@ def test_nothing_is_kept_after_the_block() -> None:
     assert float(loss.detach()) > 0
 
 
-def test_samples_that_do_not_meet_are_worked_out_in_one_sweep_and_nothing_is_kept() -> None:
+def test_uncoupled_samples_take_one_sweep_and_no_storage() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
     x, y = torch.randn(20, 4), torch.randint(0, 3, (20,))
@@ -133,7 +133,7 @@ def test_samples_that_do_not_meet_are_worked_out_in_one_sweep_and_nothing_is_kep
 
 
 @pytest.mark.parametrize(("free", "smallest", "largest"), [(1, 32, 32), (3, 2, 31), (1000, 1, 1)])
-def test_auto_takes_as_many_samples_as_there_is_memory_for(
+def test_auto_takes_as_many_samples_as_fit_in_memory(
     free: int, smallest: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = Limit(free * MIB, "a test")
@@ -145,8 +145,8 @@ def test_auto_takes_as_many_samples_as_there_is_memory_for(
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_what_is_whole_is_let_go_when_its_last_reader_has_run() -> None:
-    """A loss over an N x N matrix, by rows and by columns: as few of such matrices as in plain PyTorch."""
+def test_full_tensors_are_freed_after_their_last_reader() -> None:
+    """A loss by rows and columns of an N x N matrix holds as few such matrices as plain PyTorch."""
     model, y = nn.Linear(2, 4), torch.arange(512)
     x = torch.randn(512, 2)
 
@@ -161,8 +161,8 @@ def test_what_is_whole_is_let_go_when_its_last_reader_has_run() -> None:
     assert peak_bytes(train) <= 1.1 * peak_bytes(lambda: loss(model(x)).backward())
 
 
-def test_what_is_whole_on_the_way_back_is_let_go_one_by_one() -> None:
-    """The gradient of all embeddings goes through twelve operations before it is read by rows."""
+def test_full_gradients_are_freed_one_by_one() -> None:
+    """The gradient of all embeddings passes twelve operations before it is read by rows."""
     samples, width = 256, 128
     towers, x = nn.ModuleList([nn.Linear(2, width), nn.Linear(2, width)]), torch.randn(samples, 2)
 
@@ -178,8 +178,8 @@ def test_what_is_whole_on_the_way_back_is_let_go_one_by_one() -> None:
     assert peak_bytes(train) <= 4 * samples * width * 4
 
 
-class Whole(TorchDispatchMode):
-    """Counts, by operator, the tensors of all rows that operations make, views left out."""
+class FullTensorCounter(TorchDispatchMode):
+    """Mode that counts tensors with all rows per operator, without views."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -193,35 +193,35 @@ class Whole(TorchDispatchMode):
         return result
 
 
-def compared(samples: int, **options: Any) -> tuple[list[Tensor], Counter[str], Any]:
-    """Two towers, each row of the one compared with all of the other: as an update in micro-batches of 8."""
+def run_towers(samples: int, **options: Any) -> tuple[list[Tensor], Counter[str], Any]:
+    """Run two towers with a loss over all pairs in micro-batches of 8."""
     torch.manual_seed(0)
     towers = nn.ModuleList([nn.Linear(5, 3), nn.Linear(7, 3)]).double()
     x, y = torch.randn(samples, 5).double(), torch.randn(samples, 7).double()
-    with Whole(samples) as whole, virtual_batch(towers, 8, **options) as batch:
+    with FullTensorCounter(samples) as whole, virtual_batch(towers, 8, **options) as batch:
         similarities = towers[0](batch(x)) @ F.normalize(towers[1](batch(y)), dim=1).T
         F.cross_entropy(similarities, torch.arange(samples)).backward()
     return gradients(towers), whole.made, batch.report()
 
 
-def test_embeddings_that_are_read_as_they_are_and_transposed_are_put_together_once() -> None:
-    _, made, _ = compared(40)
+def test_embeddings_and_their_transpose_are_gathered_once() -> None:
+    _, made, _ = run_towers(40)
     assert made["cat"] == 1
 
 
-def test_with_no_room_on_the_device_what_is_whole_goes_back_by_rows() -> None:
-    """Nothing whole is made of the gradient to all embeddings but the sum itself, which is then put away."""
-    expected, made, on_device = compared(40)
-    ours, by_rows, on_host = compared(40, device_budget=0)
+def test_without_device_budget_full_gradients_are_processed_by_rows() -> None:
+    """The summed gradient of all embeddings is offloaded, and then processed by rows."""
+    expected, made, on_device = run_towers(40)
+    ours, by_rows, on_host = run_towers(40, device_budget=0)
     for a, b in zip(ours, expected, strict=True):
         assert (a - b).norm() <= 1e-14 * b.norm()
-    assert made["neg"] == 1, "premise: with room, the whole gradient changes its sign at once"
+    assert made["neg"] == 1, "premise: with memory, the full gradient is negated at once"
     assert "neg" not in by_rows
-    assert on_host.kept_on_host >= on_device.kept_on_device + 40 * 3 * 8, "the sum is kept there"
+    assert on_host.kept_on_host >= on_device.kept_on_device + 40 * 3 * 8, "the sum is offloaded"
     assert on_host.kept_on_device == 0
 
 
-def test_what_was_put_away_by_rows_is_there_when_the_program_asks_again() -> None:
+def test_values_offloaded_by_rows_can_be_read_again() -> None:
     torch.manual_seed(0)
     towers = nn.ModuleList([nn.Linear(5, 3), nn.Linear(7, 3)]).double()
     x, y = torch.randn(40, 5).double(), torch.randn(40, 7).double()
@@ -238,7 +238,7 @@ def test_what_was_put_away_by_rows_is_there_when_the_program_asks_again() -> Non
     assert found == pytest.approx(numbers(x, y), rel=1e-12)
 
 
-def test_statistics_of_a_thousand_micro_batches_take_the_memory_of_some() -> None:
+def test_statistics_of_a_thousand_micro_batches_take_little_memory() -> None:
     x = torch.randn(1000, 64, dtype=torch.float64) * 1e-4 + 1e3
     moments: list[Moments] = []
 
@@ -253,11 +253,11 @@ def test_statistics_of_a_thousand_micro_batches_take_the_memory_of_some() -> Non
     assert (variance - x.var(0, correction=0)).norm() <= 1e-9 * variance.norm()
 
 
-# ---- the last micro-batch of a sweep is the first of the next, and is not worked out again
+# ---- carried micro-batches: the last one of a sweep is the first of the next, without recomputation
 
 
 class Encoder(nn.Module):
-    """Sequences to embeddings: activations that outweigh parameters and similarities by far."""
+    """Sequence encoder whose activations are much larger than parameters and similarities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,59 +277,59 @@ def sequences(samples: int) -> Tensor:
     return torch.randn(samples, 24, 16).double()
 
 
-def apart(z: Tensor) -> Tensor:
-    """Each embedding is to be like itself, and unlike all others; the middle one in each direction is 0."""
+def contrastive_loss(z: Tensor) -> Tensor:
+    """Contrastive loss of embeddings with themselves, plus their distance to the median."""
     z = F.normalize(z - z.mean(0), dim=1)
     return F.cross_entropy(z @ z.T, torch.arange(len(z))) + (z - z.median(0).values).square().mean()
 
 
-def contrasted(samples: int, size: Any, **options: Any) -> tuple[list[Tensor], Any]:
+def run_encoder(samples: int, size: Any, **options: Any) -> tuple[list[Tensor], Any]:
     model = Encoder()
     with virtual_batch(model, size, **options) as batch:
-        apart(model(batch(sequences(samples)))).backward()
+        contrastive_loss(model(batch(sequences(samples)))).backward()
     return gradients(model), batch.report()
 
 
-def test_one_of_few_micro_batches_is_worked_out_once() -> None:
+def test_one_of_few_micro_batches_is_not_recomputed() -> None:
     model = Encoder()
-    apart(model(sequences(48))).backward()
+    contrastive_loss(model(sequences(48))).backward()
     expected, again = gradients(model), {}
     for microbatches in (1, 3, 16, 24):
-        found, report = contrasted(48, 48 // microbatches)
+        found, report = run_encoder(48, 48 // microbatches)
         assert report.microbatches == microbatches and report.sweeps > 2, "premise"
-        most = max(real.norm() for real in expected)  # the last bias has no gradient: means are taken off
+        most = max(real.norm() for real in expected)  # the last bias has no gradient: the mean is subtracted
         for ours, real in zip(found, expected, strict=True):
             assert (ours - real).norm() <= 1e-12 * most
         again[microbatches] = report.repeated
     each = again[24] // 24
-    assert each > 20, "premise: the forward"
+    assert each > 20, "premise: the forward is recomputed"
     assert again == {1: 0, 3: 2 * each, 16: 15 * each, 24: 24 * each}
 
 
-def test_where_little_is_done_again_nothing_is_carried() -> None:
+def test_nothing_is_carried_if_little_is_recomputed() -> None:
     few, many = run(32, 8)[1], run(32, 2)[1]
     assert 0 < many.repeated < 0.3 * many.run, "premise: BatchNorm in each block"
     assert few.repeated * 4 == many.repeated
-    assert run(32, 32)[1].repeated == 0, "one micro-batch holds what the large batch holds anyway"
+    assert run(32, 32)[1].repeated == 0, "a single micro-batch recomputes nothing"
 
 
 def plain(samples: int, size: int) -> None:
-    """Accumulation as if samples did not meet: another gradient, in the memory that is to be held to."""
+    """Plain accumulation: a wrong gradient, whose peak memory is the reference."""
     model = Encoder()
-    for part in sequences(samples).split(size):
-        apart(model(part)).backward()
+    for microbatch in sequences(samples).split(size):
+        contrastive_loss(model(microbatch)).backward()
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8, 16])
-def test_what_is_carried_takes_no_more_than_plain_accumulation(microbatches: int) -> None:
+def test_carried_rows_take_no_more_memory_than_plain_accumulation(microbatches: int) -> None:
     size = 32 // microbatches
-    assert contrasted(32, size)[1].repeated < contrasted(32, 1)[1].repeated * (microbatches / 32), "premise"
-    embeddings = 32 * 32 * 8  # bytes; and so many are their similarities: some of both are there at a time
-    peaks = peak_bytes(lambda: contrasted(32, size)), peak_bytes(lambda: plain(32, size))
+    assert run_encoder(32, size)[1].repeated < run_encoder(32, 1)[1].repeated * (microbatches / 32), "premise"
+    embeddings = 32 * 32 * 8  # bytes; similarities take as many, and some of both are alive
+    peaks = peak_bytes(lambda: run_encoder(32, size)), peak_bytes(lambda: plain(32, size))
     assert peaks[0] <= 1.1 * peaks[1] + 4 * embeddings
 
 
-def test_a_variable_that_outlives_the_loss_costs_no_memory_of_the_whole_batch() -> None:
+def test_a_variable_that_outlives_the_loss_takes_little_memory() -> None:
     peaks = []
     for keep in (False, True):
         model, variables = Encoder(), []
@@ -338,7 +338,7 @@ def test_a_variable_that_outlives_the_loss_costs_no_memory_of_the_whole_batch() 
             with virtual_batch(model, 2) as batch:
                 z = model(batch(sequences(36)))
                 variables.extend([z] * keep)
-                apart(z).backward()
+                contrastive_loss(z).backward()
                 del z
 
         peaks.append(peak_bytes(train))
@@ -346,8 +346,8 @@ def test_a_variable_that_outlives_the_loss_costs_no_memory_of_the_whole_batch() 
     assert peaks[1] <= 1.05 * peaks[0]
 
 
-def test_auto_counts_what_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two views: what one has carried is there while the other is worked on."""
+def test_auto_counts_carried_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two views, carried rows of one are alive while the other is computed."""
     counts: list[int] = []
     y = torch.arange(36)
 
@@ -368,47 +368,49 @@ def test_auto_counts_what_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = peak_bytes(lambda: train(36))
     given = peak_bytes(
         lambda: (Encoder(), sequences(36), sequences(36))
-    )  # is there before a user's limit is read
+    )  # allocated before the limit is read
     for share in (2, 1, 0.7, 0.5, 0.3, 0.2, 0.1):
         peak = peak_bytes(lambda: under(int(share * whole)))  # noqa: B023  (called here)
-        assert peak - given <= 0.85 * share * whole, counts  # a fifth is left for what nobody counts
+        assert peak - given <= 0.85 * share * whole, counts  # a margin for uncounted memory
     assert counts == sorted(counts)
     assert counts[0] == 1 and counts[-1] > 8 and any(1 < count <= 8 for count in counts)
 
 
-# ---- rows come from the host one ahead (on a device that is made up: no GPU was at hand)
+# ---- prefetching of rows from the host (on a simulated device)
 
 
-class Noted(Prefetcher):
-    """Brings rows from the host, which is the same memory, and notes whether they were under way."""
+class RecordingPrefetcher(Prefetcher):
+    """Prefetcher on the CPU that records whether fetched rows had been prefetched."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.under_way: list[Any] = []
+        self.pending: list[Any] = []
         self.found: list[bool] = []
 
     def fetch(self, key: Any, rows: Tensor) -> Tensor:
-        self.found.append(self.under_way == [key])
-        self.under_way.clear()
+        self.found.append(self.pending == [key])
+        self.pending.clear()
         return super().fetch(key, rows)
 
     def begin(self, key: Any, rows: Tensor) -> None:
-        assert not self.under_way, "one at a time"
-        self.under_way.append(key)
+        assert not self.pending, "one at a time"
+        self.pending.append(key)
         self._coming = key, rows.clone()
 
 
-@pytest.mark.parametrize(("train", "size"), [(run, 8), (run, 2), (contrasted, 8), (contrasted, 2)])
-def test_what_a_sweep_reads_next_is_under_way(train: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("train", "size"), [(run, 8), (run, 2), (run_encoder, 8), (run_encoder, 2)])
+def test_the_next_rows_of_a_sweep_are_prefetched(
+    train: Any, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, report = train(32, size)
-    ahead = Noted()
+    ahead = RecordingPrefetcher()
     monkeypatch.setattr("superbatch.torch.virtual.run.store.Prefetcher", lambda device, to_host: ahead)
     monkeypatch.setattr("superbatch.torch.virtual.run.store.OWN_MEMORY", {"cpu"})
     found, _ = train(32, size)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert len(ahead.found) > report.microbatches, "premise"
-    assert ahead.found.count(False) <= report.sweeps, "only what a sweep reads first"
-    assert not ahead.under_way, "nothing was brought for nothing"
+    assert ahead.found.count(False) <= report.sweeps, "only the first rows of a sweep"
+    assert not ahead.pending, "all prefetched rows were read"
 
 
 def test_rows_are_copied_once() -> None:
@@ -420,22 +422,22 @@ def test_rows_are_copied_once() -> None:
     ahead.begin("a", rows)
     assert ahead.fetch("b", rows[:2]).shape == (2,) and ahead._coming is None
     ahead.begin("c", torch.zeros(3, device="meta"))
-    assert ahead._coming is None, "it lies there already"
+    assert ahead._coming is None, "the rows are on the device already"
 
 
-def test_a_real_limit_in_this_process_is_read() -> None:
+def test_auto_reads_the_memory_limit_of_the_process() -> None:
     _, report = run(32, "auto")
     assert 1 <= report.microbatches <= 32
 
 
-# -- what is read later is as it was ------------------------------------------------------------------------
+# -- tensors written after their use ------------------------------------------------------------------------
 
 
 def relative(ours: Tensor, reference: Tensor) -> float:
     return float(torch.linalg.vector_norm(ours - reference) / torch.linalg.vector_norm(reference))
 
 
-def exact(model: nn.Module, other: nn.Module) -> None:
+def assert_exact(model: nn.Module, other: nn.Module) -> None:
     for ours, reference in zip(model.parameters(), other.parameters(), strict=True):
         assert ours.grad is not None and reference.grad is not None
         assert torch.linalg.vector_norm(reference.grad) > 0, "premise"
@@ -446,8 +448,8 @@ def exact(model: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("through", ["data", "no_grad", "buffer"])
-def test_a_tensor_that_is_written_after_its_use(through: str) -> None:
-    """More elements than are copied when they are used."""
+def test_a_tensor_may_be_written_after_its_use(through: str) -> None:
+    """The tensors are too large to be copied on use."""
 
     def loss_of(layer: nn.Linear, table: Tensor, x: Any) -> Tensor:
         fixed = x @ layer.weight.detach().t() + x @ table
@@ -469,7 +471,7 @@ def test_a_tensor_that_is_written_after_its_use(through: str) -> None:
     loss_of(layers[0], tables[0], x).backward()
     with virtual_batch(layers[1], 4) as batch:
         loss_of(layers[1], tables[1], batch(x)).backward()
-    exact(layers[1], layers[0])
+    assert_exact(layers[1], layers[0])
     assert torch.equal(*tables)
 
 
@@ -490,7 +492,7 @@ def test_the_batch_may_be_written_after_its_use() -> None:
     )
 
 
-def test_a_generator_of_the_user_is_drawn_from_once() -> None:
+def test_a_generator_of_the_user_advances_once() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(4, 6).double()
     x = torch.randn(13, 4, dtype=torch.float64)
@@ -513,11 +515,11 @@ def test_a_generator_of_the_user_is_drawn_from_once() -> None:
     assert torch.equal(real.get_state(), ours.get_state())
 
 
-# -- a whole step in the block ------------------------------------------------------------------------------
+# -- a full training step in the block ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_zeroing_clipping_and_the_update_may_stand_in_the_block(foreach: bool) -> None:
+def test_zero_grad_clipping_and_step_may_be_in_the_block(foreach: bool) -> None:
     torch.manual_seed(0)
     models = [
         nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
@@ -546,7 +548,7 @@ def test_zeroing_clipping_and_the_update_may_stand_in_the_block(foreach: bool) -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_model_in_16_bits_is_as_near_to_the_truth_as_the_large_batch(dtype: torch.dtype) -> None:
+def test_a_16_bit_model_rounds_at_most_twice_as_much_as_the_large_batch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4)]
     model = nn.Sequential(*layers).to(dtype)
@@ -569,13 +571,13 @@ def test_a_model_in_16_bits_is_as_near_to_the_truth_as_the_large_batch(dtype: to
 
 
 @pytest.mark.parametrize("size", [1, 16])
-def test_pairs_of_all_samples_are_never_together_whole(size: int) -> None:
-    """Cross entropy both ways: a micro-batch has rows of the matrix, or columns of it."""
+def test_the_matrix_of_all_pairs_is_never_materialized(size: int) -> None:
+    """With cross entropy both ways, a micro-batch has rows or columns of the matrix."""
     samples = 64
     pairs = nn.Linear(8, 8)
 
     class Square(TorchDispatchMode):
-        """The most numbers that any operation gives at a time, where a micro-batch runs."""
+        """Mode that records the largest tensor returned by an operation."""
 
         most = 0
 
@@ -595,11 +597,11 @@ def test_pairs_of_all_samples_are_never_together_whole(size: int) -> None:
         with (square := Square()):
             assert pairs.weight.grad is not None
             pairs.weight.grad.numpy()
-    assert 0 < square.most <= samples * max(size, 8), "a row of pairs for each sample, or all embeddings"
+    assert 0 < square.most <= samples * max(size, 8), "a row of pairs per sample, or all embeddings"
 
 
-class First(nn.Module):
-    """The first of the positions that a layer gives, as BERT's [CLS]."""
+class FirstPosition(nn.Module):
+    """Encoder layer with the first position as embedding, as BERT's [CLS]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -609,8 +611,8 @@ class First(nn.Module):
         return self.layer(x)[:, 0]
 
 
-class Mean(First):
-    """The mean over positions."""
+class MeanPosition(FirstPosition):
+    """Encoder layer with the mean over positions as embedding."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).mean(1)
@@ -625,10 +627,11 @@ def projected() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("tower", "shape"), [(First, (24, 16)), (Mean, (24, 16)), (pooled, (3, 16, 16)), (projected, (16,))]
+    ("tower", "shape"),
+    [(FirstPosition, (24, 16)), (MeanPosition, (24, 16)), (pooled, (3, 16, 16)), (projected, (16,))],
 )
-def test_the_gradient_of_gathered_embeddings_goes_back_by_rows(tower: Any, shape: tuple[int, ...]) -> None:
-    # It is whole, and so would be what a tower's last layer makes of it: all positions of all samples.
+def test_the_gradient_of_gathered_embeddings_is_processed_by_rows(tower: Any, shape: tuple[int, ...]) -> None:
+    # Read as a full tensor, it would become full in the tower's last layer: all positions of all samples.
     torch.manual_seed(0)
     samples, size = 128, 8
     towers = nn.ModuleList([tower(), tower()]).double()
@@ -653,17 +656,17 @@ def test_the_gradient_of_gathered_embeddings_goes_back_by_rows(tower: Any, shape
         peak = peak_bytes(update)
         return peak, gradients(towers)
 
-    pairs = 8 * samples**2  # of the loss, which are kept
+    pairs = 8 * samples**2  # bytes of the matrix of pairs, which is stored
     measured(plain)
     (whole, real), (least, _), (peak, found) = measured(batch), measured(plain), measured(ours)
-    assert whole > 3 * least, "the premise: the batch is much larger than a micro-batch"
+    assert whole > 3 * least, "premise: the batch takes much more than a micro-batch"
     assert peak <= 1.1 * least + pairs
     for mine, grad in zip(found, real, strict=True):
         torch.testing.assert_close(mine, grad, rtol=1e-12, atol=1e-14)
 
 
-def test_embeddings_are_let_go_before_the_last_sweep() -> None:
-    # Whose peak it is, for there the gradients of the largest weights are added up.
+def test_embeddings_are_freed_before_the_last_sweep() -> None:
+    # The last sweep has the peak, because it adds up gradients of the largest weights.
     torch.manual_seed(0)
     samples, width = 512, 64
     towers = nn.ModuleList(
@@ -687,12 +690,12 @@ def test_embeddings_are_let_go_before_the_last_sweep() -> None:
         towers.zero_grad()
         peaks.append(peak_bytes(update))
     embeddings = 4 * samples * width
-    assert peaks[-1] < peaks[-2] + 1.5 * embeddings  # one gradient; those of both towers are two more
+    assert peaks[-1] < peaks[-2] + 1.5 * embeddings  # one gradient, but not the embeddings of both towers
 
 
 @pytest.mark.parametrize("samples", [1, 2, 6])
 def test_a_weight_with_as_many_rows_as_there_are_samples(samples: int) -> None:
-    # Its gradient, too, is whole and gets larger on its way back, and may be taken for rows.
+    # Its gradient is a full tensor that grows in the backward, and could be mistaken for rows of samples.
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Linear(4, samples)),

@@ -1,4 +1,4 @@
-"""Rules that are wrong on purpose: the tests of cases and operators, or paranoid mode, have to see each."""
+"""Mutants of rules, each of which must fail a test of a case or operator, or paranoid mode."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def case(name: str, *, paranoid: bool = False) -> Check:
 
 
 def masks() -> None:
-    """A mask that is drawn again is the same, and each micro-batch has its own."""
+    """Assert that a redrawn mask is equal, and that each micro-batch has its own."""
     scale = torch.nn.Linear(1, 1, bias=False).double()
     torch.nn.init.ones_(scale.weight)
     totals: list[Any] = []
@@ -78,7 +78,7 @@ def row(packet: Any, *rows: tuple[str, str]) -> Patch:
 
 
 def own(packet: Any, change: Callable[[Call, OpStrategy], OpStrategy | None]) -> Patch:
-    """Change what an operator's own rule answers."""
+    """Return a patch that changes the strategy of an operator's own rule."""
     rule = OWN[packet]
 
     def wrong(call: Call) -> OpStrategy | None:
@@ -97,11 +97,11 @@ def _first_only(self: Sums, microbatch: Any, outputs: list[Any]) -> None:
         self._sums, self._dtypes = list(outputs), [output.dtype for output in outputs]
 
 
-def _mean_of_parts(self: Sums) -> list[Any]:
+def _wrong_mean(self: Sums) -> list[Any]:
     return [total / 3 * 3 * (6 / 7) if total.dim() == 0 else total for total in self._sums]
 
 
-def _within_alone(self: Moments) -> list[Tensor]:
+def _without_between(self: Moments) -> list[Tensor]:
     count = sum(n for _, _, n in self._moments)
     mean = sum_of(mean * (n / count) for mean, _, n in self._moments)
     return list(self._finish(mean, sum_of(squares for _, squares, _ in self._moments), count))
@@ -119,13 +119,13 @@ def _without_mean_term(recording: Any, inputs: Any, weight: Any, whole: Any, sha
 
 
 def _per_row(call: Call) -> OpStrategy | None:
-    """As if the softmax over the batch were one of each sample."""
+    """Treat a softmax over the batch as elementwise."""
     from superbatch.torch.virtual.rules.lookup import elementwise
 
     return elementwise(call)
 
 
-def _row_after(value: Any, shard: Any, start: int, stop: int, step: int, *, squeeze: bool) -> Any:
+def _neighboring_row(value: Any, shard: Any, start: int, stop: int, step: int, *, squeeze: bool) -> Any:
     return _ROWS(
         value,
         shard,
@@ -136,7 +136,7 @@ def _row_after(value: Any, shard: Any, start: int, stop: int, step: int, *, sque
     )
 
 
-def _added_each_time(call: Call, operands: Any) -> OpStrategy:
+def _added_by_each_micro_batch(call: Call, operands: Any) -> OpStrategy:
     strategy = _ADDED(call, operands)
 
     def run(microbatch: Any, tensors: list[Tensor]) -> Tensor:
@@ -146,7 +146,7 @@ def _added_each_time(call: Call, operands: Any) -> OpStrategy:
 
 
 @contextmanager
-def _new_numbers_each_time(device: torch.device, seed: int) -> Iterator[None]:
+def _unseeded(device: torch.device, seed: int) -> Iterator[None]:
     yield
 
 
@@ -165,15 +165,15 @@ MUTANTS: dict[str, tuple[Patch, Check]] = {
     "a product over the batch is not summed": (row(aten.mm, ("10", "0"), ("0_", "0")), operator("mm")),
     "a sum forgets all but one micro-batch": (attribute(Sums, "add", _first_only), operator("sum of all")),
     "a sum is off by the uneven micro-batch": (
-        attribute(Sums, "result", _mean_of_parts),
+        attribute(Sums, "result", _wrong_mean),
         operator("sum of all"),
     ),
-    "a variance without the part between micro-batches": (
-        attribute(Moments, "result", _within_alone),
+    "a variance without the term between micro-batches": (
+        attribute(Moments, "result", _without_between),
         operator("var of all"),
     ),
-    "BatchNorm without the part between micro-batches": (
-        attribute(Moments, "result", _within_alone),
+    "BatchNorm without the term between micro-batches": (
+        attribute(Moments, "result", _without_between),
         case("ResNet-20"),
     ),
     "a running variance that is not unbiased": (
@@ -184,8 +184,8 @@ MUTANTS: dict[str, tuple[Patch, Check]] = {
         attribute(batch_norm, "_input_gradient", _without_mean_term),
         case("ResNet-20"),
     ),
-    "rows of two views in one piece": (
-        attribute(reductions, "join", lambda pieces, shard: torch.cat(list(pieces), shard.dim)),
+    "rows of two views concatenated": (
+        attribute(reductions, "join", lambda tensors, shard: torch.cat(list(tensors), shard.dim)),
         case("SimCLR"),
     ),
     "the first view in place of the second": (
@@ -194,25 +194,25 @@ MUTANTS: dict[str, tuple[Patch, Check]] = {
         ),
         case("SimCLR"),
     ),
-    "LayerNorm's parameters by one micro-batch": (
+    "LayerNorm's gradients from one micro-batch": (
         own(aten.native_layer_norm_backward, lambda call, strategy: strategy._replace(reduce=First)),
         operator("layer_norm"),
     ),
-    "a softmax over the batch by each micro-batch": (
+    "a softmax within each sample": (
         lambda patch: patch.setitem(OWN, aten._softmax, _per_row),
         operator("softmax along the batch"),
     ),
-    "another row": (attribute(shape_rules, "_rows", _row_after), operator("select of the batch")),
-    "what is added to is added by each micro-batch": (
-        attribute(index_rules, "_added", _added_each_time),
+    "a neighboring row": (attribute(shape_rules, "_rows", _neighboring_row), operator("select of the batch")),
+    "the target is added by each micro-batch": (
+        attribute(index_rules, "_added", _added_by_each_micro_batch),
         scatter_add,
     ),
-    "a sum without a rule's sum, in paranoid mode": (
+    "a sum without a reduction, in paranoid mode": (
         own(aten.sum, lambda call, strategy: strategy._replace(reduce=First)),
         operator("sum of all", paranoid=True),
     ),
-    "other random numbers when they are drawn again": (
-        attribute(randomness, "seeded", _new_numbers_each_time),
+    "other random numbers when redrawn": (
+        attribute(randomness, "seeded", _unseeded),
         masks,
     ),
     "one seed for all micro-batches": (attribute(randomness, "seeded", _one_seed), masks),
@@ -221,14 +221,14 @@ _BLOCKS = shape_rules._blocks
 
 
 @pytest.fixture(autouse=True)
-def rules_are_asked() -> Iterator[None]:
-    """What rules answer is remembered for the process: right answers before, and wrong ones afterwards."""
+def empty_cache() -> Iterator[None]:
+    """Clear the process-wide cache of strategies, which has those of wrong rules."""
     yield
     memo._cached.cache_clear()
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_rule_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patch, check = MUTANTS[name]
     check()  # premise: the rule as it is passes
     patch(monkeypatch)

@@ -1,4 +1,4 @@
-"""Every operator on virtual tensors against the same on whole ones: values and gradients."""
+"""Every operator on virtual tensors gives the values and gradients of full tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def on_whole_tensors(case: OperatorCase, samples: int) -> Found:
 
 
 class Plain(nn.Module):
-    """Holds the inputs that are no batch, so that they get gradients as parameters do."""
+    """Module whose parameters are the real inputs, so that they get gradients."""
 
     def __init__(self, inputs: dict[str, Tensor]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def assert_same(case: OperatorCase, ours: Found, whole: Found, tolerance: float 
         for index, (a, b) in enumerate(zip(found, expected, strict=True))
     ]
     for what, a, b in where:
-        assert (a is None) == (b is None), f"{what}: only one is there"
+        assert (a is None) == (b is None), f"{what}: only one exists"
         if a is None or b is None:
             continue
         assert (a.shape, a.dtype) == (b.shape, b.dtype), what
@@ -73,7 +73,7 @@ def _multiple_of_four(n: int, seed: int) -> Tensor:
     return data.normal(n - n % 4 if n > 4 else n, 3, 4, seed=seed)
 
 
-def _halves_written(x: Tensor) -> Tensor:
+def _write_halves(x: Tensor) -> Tensor:
     y = x.clone()
     y[1::2] = y[: len(y) // 2] * 2
     y[-1] = 5.0
@@ -90,8 +90,8 @@ each_operator = pytest.mark.parametrize("case", ALL_OPERATORS, ids=str)
 
 @each_operator
 @pytest.mark.sampled(2)
-def test_an_operator_by_micro_batches_is_the_operator(case: OperatorCase) -> None:
-    """Uneven micro-batches (3, 2, 2); for every third operator those of one sample and one of all too."""
+def test_an_operator_on_micro_batches_equals_the_operator(case: OperatorCase) -> None:
+    """Micro-batches of 3, 2 and 2; for every third operator, also of one sample and of all."""
     whole = on_whole_tensors(case, SAMPLES)
     for microbatch in (3, 1, SAMPLES) if ALL_OPERATORS.index(case) % 3 == 0 else (3,):
         assert_same(case, on_virtual_tensors(case, SAMPLES, microbatch), whole)
@@ -106,13 +106,13 @@ def test_a_batch_of_one_sample(case: OperatorCase) -> None:
 
 
 @pytest.mark.parametrize("case", ALL_OPERATORS[::9], ids=str)
-def test_an_operator_is_right_at_every_step(case: OperatorCase) -> None:
+def test_some_operators_in_paranoid_mode(case: OperatorCase) -> None:
     assert_same(case, on_virtual_tensors(case, SAMPLES, 3, paranoid=True), on_whole_tensors(case, SAMPLES))
 
 
 @pytest.mark.slow
 @each_operator
-def test_every_operator_is_right_at_every_step(case: OperatorCase) -> None:
+def test_every_operator_in_paranoid_mode(case: OperatorCase) -> None:
     for samples, microbatch in ((SAMPLES, 3), (SAMPLES, 1), (max(5, case.min_n), 2)):
         found = on_virtual_tensors(case, samples, microbatch, paranoid=True)
         assert_same(case, found, on_whole_tensors(case, samples))
@@ -159,7 +159,7 @@ MORE = [
         ints(3, N),
     ),
     operator("a table of tables", lambda t, i, j: t[i, j], real(3, 4, 2), ints(3, N), ints(4, N), plain=(0,)),
-    operator("a strided half written", _halves_written, real(N, 3)),
+    operator("a strided half written", _write_halves, real(N, 3)),
     operator("frexp", lambda x: torch.frexp(x.detach()), real(N, 3)),
     operator(
         "negative indices",
@@ -179,7 +179,7 @@ MORE = [
 
 
 @pytest.mark.parametrize("case", MORE, ids=str)
-def test_what_was_wrong_or_rare(case: OperatorCase) -> None:
+def test_rare_operators(case: OperatorCase) -> None:
     for samples, microbatch in (
         ((8, 3), (8, 1), (7, 3)) if case.specs[0] is not _multiple_of_four else ((8, 3), (4, 1))
     ):
@@ -189,7 +189,7 @@ def test_what_was_wrong_or_rare(case: OperatorCase) -> None:
         assert_same(case, on_virtual_tensors(case, samples, microbatch), whole, tolerance)
 
 
-def test_one_sample_that_is_repeated_by_what_it_is_added_to() -> None:
+def test_one_sample_broadcast_by_an_addition() -> None:
     case = operator(
         "repeated", lambda x, table: (x + table) * x.expand(5, -1), real(N, 4), real(5, 4), plain=(1,)
     )

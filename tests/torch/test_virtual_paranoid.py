@@ -1,4 +1,4 @@
-"""Paranoid mode sees every operation that is wrong: forward, backward, views, writes and statistics."""
+"""Paranoid mode detects every wrong operation: forward, backward, views, writes and statistics."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from tests.torch.test_virtual_operators import SAMPLES, on_virtual_tensors
 aten: Any = torch.ops.aten
 
 
-def forget() -> None:
-    """Let every rule be asked again."""
+def clear_caches() -> None:
+    """Clear the caches of rules."""
     batch_norm_caches = (batch_norm._sums, batch_norm._normalised, batch_norm._moments)
     for cached in (memo._cached, dispatch._kind_of, composites.composite_of, *batch_norm_caches):
         cached.cache_clear()
 
 
 @pytest.fixture(autouse=True)
-def rules_are_asked() -> Iterator[None]:
-    forget()
+def empty_caches() -> Iterator[None]:
+    clear_caches()
     yield
-    forget()
+    clear_caches()
 
 
-# -- each operation that is recorded, off by a factor and a constant -----------------------------------------
+# -- each recorded operation, wrong by a factor and a constant -----------------------------------------------
 
 
-def off(result: Any) -> Any:
-    """Return results that are wrong in each number."""
+def bad(result: Any) -> Any:
+    """Return results with an error in each number."""
     if isinstance(result, (list, tuple)):
-        return type(result)(off(item) for item in result) if type(result) in (list, tuple) else off([*result])
+        return type(result)(bad(item) for item in result) if type(result) in (list, tuple) else bad([*result])
     if not isinstance(result, Tensor):
         return result
     if result.dtype is torch.bool:
@@ -58,11 +58,12 @@ def off(result: Any) -> Any:
     return result * 1.5 + 0.375 if result.is_floating_point() or result.is_complex() else result + 1
 
 
-class Mutated:
-    """Stands in for `Recording._node`: notes which operations are recorded, and lets one give wrong results.
+class MutatedRecording:
+    """Patch of `Recording._node` that collects recorded operations and makes one give wrong results.
 
     Attributes:
-        seen: their names.
+        seen: names of recorded operations.
+        wrong: name of the wrong operation.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -70,17 +71,17 @@ class Mutated:
         self.wrong: str | None = None
         plain = Recording._node
 
-        def node(given: Recording, func: Any, operands: Any, told: Any) -> Any:
+        def node(given: Recording, func: Any, operands: Any, strategy: Any) -> Any:
             self.seen[str(func)] = None
             if str(func) == self.wrong:
-                run = told.run
-                told = told._replace(run=lambda part, tensors: off(run(part, tensors)))
-            return plain(given, func, operands, told)
+                run = strategy.run
+                strategy = strategy._replace(run=lambda microbatch, tensors: bad(run(microbatch, tensors)))
+            return plain(given, func, operands, strategy)
 
         patch.setattr(Recording, "_node", node)
 
 
-# What draws numbers has no other result to be compared with, but dropout; an empty tensor is arbitrary.
+# Random results, except of dropout, and those of empty() have no reference.
 _ARBITRARY = ("empty", "rand", "bernoulli", "normal", "uniform", "multinomial", "exponential", "geometric")
 _ARBITRARY += ("rrelu", "poisson", "cauchy", "random", "dropout_mask")
 
@@ -90,8 +91,8 @@ def is_arbitrary(name: str) -> bool:
     return any(word in packet for word in _ARBITRARY) and "norm" not in packet.replace("normal", "")
 
 
-def unseen(cases: list[OperatorCase], mutated: Mutated) -> tuple[list[str], set[str]]:
-    """Return which operations can be wrong without paranoid mode's knowledge, and all that were tried."""
+def undetected(cases: list[OperatorCase], mutated: MutatedRecording) -> tuple[list[str], set[str]]:
+    """Return the operations whose errors paranoid mode misses, and all operations tried."""
     found: list[str] = []
     tried: set[str] = set()
     for case in cases:
@@ -105,21 +106,21 @@ def unseen(cases: list[OperatorCase], mutated: Mutated) -> tuple[list[str], set[
                 on_virtual_tensors(case, samples, 3, paranoid=True)
             except WrongRuleError:
                 continue
-            except (RuntimeError, IndexError, ValueError):  # wrong indices, say, are not taken
+            except (RuntimeError, IndexError, ValueError):  # for example wrong indices
                 continue
             found.append(f"{name} in {case}")
     return found, tried
 
 
-def test_each_recorded_operation_of_some_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, tried = unseen(ALL_OPERATORS[::8], Mutated(monkeypatch))
+def test_errors_of_operations_in_some_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, tried = undetected(ALL_OPERATORS[::8], MutatedRecording(monkeypatch))
     assert not found
     assert len(tried) > 80
 
 
 @pytest.mark.slow
-def test_each_recorded_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, tried = unseen(ALL_OPERATORS, Mutated(monkeypatch))
+def test_errors_of_operations_in_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, tried = undetected(ALL_OPERATORS, MutatedRecording(monkeypatch))
     assert not found
     assert len(tried) > 250
 
@@ -128,7 +129,7 @@ def test_each_recorded_operation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Everything(nn.Module):
-    """Has BatchNorm in training and frozen, InstanceNorm, attention, indexing, lists of views, and writes."""
+    """Model with BatchNorm in training and frozen, InstanceNorm, attention, indexing, views and writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +162,7 @@ def train(**options: Any) -> nn.Module:
 
 
 def doubled(results: Any) -> Any:
-    """Double the first result of an operation that is done as several; it is a virtual tensor, or several."""
+    """Double the first result of a composite operation."""
     if isinstance(results, Tensor):
         return results * 2
     first = next(i for i, item in enumerate(results) if isinstance(item, Tensor))
@@ -172,7 +173,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def composite(packet: Any) -> Patch:
-    """Double what an operation gives that is done as several."""
+    """Return a patch that doubles the first result of a composite operation."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = composites.COMPOSITES[packet]
@@ -187,10 +188,10 @@ def composite(packet: Any) -> Patch:
 
 
 def recorded(name: str) -> Patch:
-    """Let an operation that is recorded be off."""
+    """Return a patch that makes a recorded operation wrong."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        Mutated(monkeypatch).wrong = name
+        MutatedRecording(monkeypatch).wrong = name
 
     return patch
 
@@ -214,7 +215,7 @@ def _variance_not_unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_norm, "_statistics", wrong)
 
 
-def _momentum_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+def _momentum_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = batch_norm._update
     monkeypatch.setattr(batch_norm, "_update", lambda r, b, v, momentum: plain(r, b, v, 1 - momentum))
 
@@ -237,7 +238,7 @@ FAMILIES: dict[str, Patch] = {
     "BatchNorm's backward": composite(aten.native_batch_norm_backward),
     "BatchNorm's input gradient": _input_gradient_doubled,
     "BatchNorm's running variance": _variance_not_unbiased,
-    "BatchNorm's momentum": _momentum_turned,
+    "BatchNorm's momentum": _momentum_inverted,
     "BatchNorm frozen": recorded("batch_norm"),
     "BatchNorm frozen, backward": recorded("batch_norm backward"),
     "BatchNorm's sums": recorded("batch_norm sums"),
@@ -265,17 +266,17 @@ FAMILIES: dict[str, Patch] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.sampled(2)
-def test_a_mutant_of_each_family_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mutant_of_each_family_is_detected(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAMILIES[family](monkeypatch)
     train()  # premise: the mutant runs
-    forget()
+    clear_caches()
     with pytest.raises(WrongRuleError):
         train(paranoid=True)
 
 
 @pytest.mark.parametrize("packet", [aten.index.Tensor, aten.index_put], ids=str)
-def test_indexing_that_becomes_several_operations(packet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of the batch by labels, read and written."""
+def test_errors_of_composite_indexing(packet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the batch are read and written by labels."""
     plain, done = composites.COMPOSITES[packet], []
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -292,7 +293,7 @@ def test_indexing_that_becomes_several_operations(packet: Any, monkeypatch: pyte
         except WrongRuleError:
             seen += 1
         else:
-            assert not any(done), f"{case} was done as several, and doubled"
+            assert not any(done), f"{case} ran as a composite, and doubled"
     assert seen
 
 
@@ -308,8 +309,8 @@ def test_dropout_without_its_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = paranoid_composites.compared
 
     def wrong(given: Any, func: Any, args: Any, kwargs: Any, do: Any) -> Any:
-        def without_factor(*told: Any) -> Any:
-            out, mask = do(*told)
+        def without_factor(*inputs: Any) -> Any:
+            out, mask = do(*inputs)
             return out * 0.75, mask
 
         return plain(given, func, args, kwargs, without_factor if func is aten.native_dropout.default else do)
@@ -320,17 +321,17 @@ def test_dropout_without_its_factor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_paranoid_mode_changes_nothing() -> None:
-    """The premise of the mutants: the rules as they are pass."""
+    """Premise of the mutants: the correct rules pass."""
     plain, careful = train(), train(paranoid=True)
     for (name, one), (_, other) in zip(plain.state_dict().items(), careful.state_dict().items(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
     assert all(p.grad is not None and float(p.grad.norm()) > 0 for p in careful.parameters())
 
 
-def test_without_the_check_of_whole_calls_batch_norms_gradient_passes(
+def test_without_the_check_of_composites_a_wrong_gradient_of_batch_norm_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The mutant of the check: only what one rule records is compared."""
+    """Mutant of the check: only recorded operations are compared."""
     _input_gradient_doubled(monkeypatch)
     monkeypatch.setattr(
         dispatch, "compared", lambda given, func, args, kwargs, do: do(given, func, args, kwargs)
@@ -338,11 +339,11 @@ def test_without_the_check_of_whole_calls_batch_norms_gradient_passes(
     train(paranoid=True)
 
 
-def test_what_the_error_says() -> None:
+def test_text_of_the_error() -> None:
     case = OPERATORS["sum of all"]
     with pytest.MonkeyPatch.context() as patch:
-        Mutated(patch).wrong = "aten.sum.default"
-        said = r"Output 0 of aten\.sum\.default on shapes .* with samples in .*largest difference .*Report"
-        with pytest.raises(WrongRuleError, match=said):
+        MutatedRecording(patch).wrong = "aten.sum.default"
+        message = r"Output 0 of aten\.sum\.default on shapes .* with samples in .*largest difference .*Report"
+        with pytest.raises(WrongRuleError, match=message):
             on_virtual_tensors(case, 7, 3, paranoid=True)
     assert recording.paranoia.WrongRuleError is WrongRuleError

@@ -1,7 +1,7 @@
-"""`virtual_batch` on two real gloo ranks, against BatchNorm over the samples of both in one process.
+"""`virtual_batch` on two gloo ranks, against BatchNorm over the samples of both in one process.
 
 The reference is one process with the real batch of all samples, ``nn.BatchNorm``, and the mean of the ranks'
-losses: what DDP with SyncBatchNorm defines. On each rank 24 or 40 samples are in 4 or 6 micro-batches.
+losses, as in DDP with SyncBatchNorm. The ranks have 24 and 40 samples in 4 and 6 micro-batches.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.torch.test_ddp import start_ranks
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found, per case."""
+    """Return the results of each rank, by case."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     ended = start_ranks(folder, list(ranks.CASES))
-    said = [(folder / f"output{rank}").read_text()[-2000:] for rank in range(2)]
-    assert ended, f"the ranks broke:\n{said}"
+    outputs_of_ranks = [(folder / f"output{rank}").read_text()[-2000:] for rank in range(2)]
+    assert ended, f"the ranks failed:\n{outputs_of_ranks}"
     return {
         name: [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in range(2)]
         for name in ranks.CASES
@@ -50,10 +50,10 @@ def split(outputs: Any, rank: int, counts: tuple[int, int]) -> Any:
 def backward(
     model: nn.Module, inputs: Any, loss_of: Any, *, counts: tuple[int, int] = ranks.COUNTS, seed: int = 1
 ) -> list[float]:
-    """The mean of the ranks' losses, of one forward over all samples; the losses."""
+    """Run backward from the mean of the ranks' losses, in one forward; return the losses."""
     outputs, batch = model(inputs), ranks.images(sum(counts), seed)
     losses = [
-        loss_of(lambda _, rank=rank: split(outputs, rank, counts), ranks.part(batch, rank, counts))
+        loss_of(lambda _, rank=rank: split(outputs, rank, counts), ranks.rank_samples(batch, rank, counts))
         for rank in range(2)
     ]
     ((losses[0] + losses[1]) / 2).backward()
@@ -73,12 +73,12 @@ def of_views(batch: dict[str, Tensor]) -> Any:
 
 
 def assert_same(model: nn.Module, result: dict[str, Any]) -> None:
-    """Real gradients and buffers within 1e-12 of the reference's."""
+    """Assert that gradients and buffers are real, and within 1e-12 of the reference."""
     expected, gradients = ranks.found(model), dict(result["gradients"])
     largest = max(
         float(grad.to_dense().norm()) for grad in expected["gradients"].values() if grad is not None
     )
-    # What a bias before a BatchNorm gets is rounding of zero.
+    # The gradient of a bias before BatchNorm is zero up to rounding.
     zero = [n for n, g in expected["gradients"].items() if g is not None and _norm(g) < 1e-12 * largest]
     for name in zero:
         del expected["gradients"][name]
@@ -100,7 +100,7 @@ Case = tuple[str, Callable[[], nn.Module], Any, Any, tuple[int, int]]
 EXACT: list[Case] = [
     ("conv", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
     ("conv_even", conv_net, of_images, ranks.cross_entropy, ranks.EVEN),
-    ("conv_looked_at", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
+    ("conv_read_early", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
     ("conv_paranoid", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
     ("paranoid_frozen", ranks.partly_frozen, of_rows, ranks.means, ranks.COUNTS),
     ("conv_broadcast", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
@@ -111,7 +111,7 @@ EXACT: list[Case] = [
     ("resnet", resnet20, of_images, ranks.cross_entropy, ranks.COUNTS),
     ("small", ranks.small, of_rows, ranks.means, ranks.COUNTS),
     ("one_sample", ranks.small, of_rows, ranks.means, (1, 5)),
-    ("towers_looked_at", ranks.TwoTowers, of_views, ranks.unrelated, ranks.COUNTS),
+    ("towers_read_early", ranks.TwoTowers, of_views, ranks.unrelated, ranks.COUNTS),
     ("opaque", lambda: ranks.Opaque(ranks.COUNTS), of_rows, ranks.means, ranks.COUNTS),
 ]
 
@@ -132,7 +132,7 @@ def test_equal_to_one_batch_of_all_ranks(
         assert not result["left"]
 
 
-def test_with_equal_counts_it_is_the_global_mean(results: Any):
+def test_with_equal_counts_the_loss_is_the_global_mean(results: Any):
     model = ranks.model_of(conv_net)
     ranks.cross_entropy(model, ranks.images(64)).backward()
     for result in both(results, "conv_even"):
@@ -140,7 +140,7 @@ def test_with_equal_counts_it_is_the_global_mean(results: Any):
 
 
 @pytest.mark.parametrize("name", ["mutant_forward", "mutant_backward", "mutant_gradients", "conv_local"])
-def test_without_a_sum_over_the_ranks_it_is_another_gradient(name: str, results: Any):
+def test_without_a_sum_over_ranks_the_gradient_differs(name: str, results: Any):
     model = ranks.model_of(conv_net)
     backward(model, of_images(ranks.images(64)), ranks.cross_entropy)
     for result in both(results, name):
@@ -151,7 +151,7 @@ def test_without_a_sum_over_the_ranks_it_is_another_gradient(name: str, results:
 @pytest.mark.parametrize(
     ("name", "operator"), [("forward", "native_batch_norm"), ("backward", "native_batch_norm_backward")]
 )
-def test_paranoid_mode_sees_that_a_sum_over_the_ranks_is_missing(name: str, operator: str, results: Any):
+def test_paranoid_mode_detects_a_missing_sum_over_ranks(name: str, operator: str, results: Any):
     for result in results[f"virtual_paranoid_{name}"]:
         assert f"WrongRuleError: Output 0 of aten.{operator}.default" in result["traceback"]
 
@@ -161,10 +161,10 @@ def test_batchnorm_without_a_group_stays_within_its_rank(results: Any):
 
 
 def assert_within_ranks(found: list[dict[str, Any]]) -> None:
-    """Statistics of each rank by itself, and the mean of the gradients."""
+    """Assert statistics per rank, and the mean of the ranks' gradients."""
     models = [ranks.model_of(conv_net) for _ in range(2)]
     for rank, model in enumerate(models):
-        ranks.cross_entropy(model, ranks.part(ranks.images(64), rank, ranks.COUNTS)).backward()
+        ranks.cross_entropy(model, ranks.rank_samples(ranks.images(64), rank, ranks.COUNTS)).backward()
     for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert mine.grad is not None and other.grad is not None
         mine.grad = other.grad = (mine.grad + other.grad) / 2
@@ -173,18 +173,18 @@ def assert_within_ranks(found: list[dict[str, Any]]) -> None:
 
 
 def test_collectives(results: Any):
-    """One of all ranks for each layer, each way, and one for the gradients; none of DDP's."""
+    """One per layer in forward and in backward, exchanges of status, and the gradients; none of DDP."""
     size = sum(parameter.numel() for parameter in ranks.model_of(conv_net).parameters())
     tensors = len(list(ranks.model_of(conv_net).parameters()))
     expected = [
-        ("all_to_all_single", HEADER + 1),  # has a rank failed?
+        ("all_to_all_single", HEADER + 1),  # status of the ranks
         *[("all_gather", 2 * channels + 1) for channels in (4, 6, 6)],
         *[("all_reduce", 2 * channels) for channels in (6, 6, 4)],
-        ("all_to_all_single", HEADER + 1),  # has one since?
-        ("all_to_all_single", HEADER + tensors),  # which rank has which gradient?
+        ("all_to_all_single", HEADER + 1),  # status again
+        ("all_to_all_single", HEADER + tensors),  # gradients that each rank has
         ("all_reduce", size),
     ]
-    for name in ("conv", "conv_looked_at", "conv_group"):
+    for name in ("conv", "conv_read_early", "conv_group"):
         for result, microbatches in zip(both(results, name), (4, 6), strict=True):
             assert result["collectives"] == expected
             assert result["by_ddp"] == 0
@@ -194,20 +194,20 @@ def test_collectives(results: Any):
             assert [point for point in result["points"] if point[0]] == layers
 
 
-def test_nothing_is_worked_out_before_it_is_asked_for(results: Any):
+def test_nothing_is_computed_before_it_is_read(results: Any):
     assert [result["sweeps"] for result in both(results, "conv")] == [0, 0]
-    first, second = both(results, "conv_looked_at")
+    first, second = both(results, "conv_read_early")
     assert first["sweeps"] > 0 and second["sweeps"] == 0
 
 
-def test_ranks_that_look_at_other_times_keep_the_order_of_collectives(results: Any):
-    first, second = both(results, "towers_looked_at")
+def test_reads_at_different_times_keep_the_order_of_collectives(results: Any):
+    first, second = both(results, "towers_read_early")
     assert first["collectives"] == second["collectives"] and len(first["collectives"]) == 4 + 2 * 8
 
 
 @pytest.mark.parametrize("name", ["gathered", "functional"])
 def test_embeddings_of_all_ranks_with_their_gradient(name: str, results: Any):
-    """Both of torch's all-gathers with a gradient, of a tower with BatchNorm."""
+    """Both differentiable all-gathers of torch work on a tower with BatchNorm."""
     model, batch = ranks.model_of(ranks.TwoTowers), ranks.images(64)
     a, b = model(batch)
     mine = [ranks.contrastive(rows, b, 32 * rank) for rank, rows in enumerate(a.split(32))]
@@ -218,7 +218,7 @@ def test_embeddings_of_all_ranks_with_their_gradient(name: str, results: Any):
         assert name == "gathered" or result["total"] == pytest.approx(loss.item(), rel=1e-12)
 
 
-def test_collectives_of_the_program_come_after_what_is_recorded(results: Any):
+def test_collectives_of_the_program_run_after_recorded_operations(results: Any):
     model = ranks.model_of(conv_net)
     losses = backward(model, of_images(ranks.images(64)), ranks.cross_entropy)
     for loss, result in zip(losses, both(results, "metrics"), strict=True):
@@ -230,7 +230,7 @@ def test_collectives_of_the_program_come_after_what_is_recorded(results: Any):
 
 
 def test_without_ddp_the_gradients_stay_those_of_the_rank(results: Any):
-    """Statistics are those of all, so the ranks' gradients are parts of that of the sum of their losses."""
+    """Statistics cover all ranks, so the mean of their gradients is that of the mean loss."""
     model = ranks.model_of(conv_net)
     backward(model, of_images(ranks.images(64)), ranks.cross_entropy)
     first, second = both(results, "statistics_only")
@@ -240,7 +240,7 @@ def test_without_ddp_the_gradients_stay_those_of_the_rank(results: Any):
     assert_same(model, first)
 
 
-def test_checkpoints_do_their_statistics_again(results: Any):
+def test_checkpointing_recomputes_statistics(results: Any):
     model = ranks.model_of(conv_net)
     backward(model, of_images(ranks.images(64)), ranks.cross_entropy)
     once = dict(model.named_buffers())
@@ -250,12 +250,12 @@ def test_checkpoints_do_their_statistics_again(results: Any):
         assert [kind for kind, _ in result["collectives"]].count("all_gather") == 2 * 3
 
 
-def test_a_layer_over_one_rank_is_one_within_it(results: Any):
+def test_a_layer_with_a_group_of_one_rank_stays_within_it(results: Any):
     assert_within_ranks(both(results, "alone"))
 
 
-def test_nothing_is_left_of_a_block(results: Any):
-    for result in both(results, "let_go"):
+def test_tensors_of_a_block_are_freed(results: Any):
+    for result in both(results, "freed"):
         assert len(result["gone"]) == 9 and all(result["gone"])
 
 
@@ -282,22 +282,22 @@ def test_training_and_then_ddp_without_a_block(name: str, results: Any):
         assert_same(model, result)
 
 
-def test_gradients_that_one_rank_has_and_sparse_ones(results: Any):
+def test_gradients_of_a_single_rank_and_sparse_gradients(results: Any):
     model = ranks.model_of(ranks.Experts)
     losses = [
-        model(ranks.part(ranks.images(64), rank, ranks.COUNTS), rank == 1).sin().square().mean()
+        model(ranks.rank_samples(ranks.images(64), rank, ranks.COUNTS), rank == 1).sin().square().mean()
         for rank in range(2)
     ]
     ((losses[0] + losses[1]) / 2).backward()
     none = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    assert none == ["experts.2.weight", "experts.2.bias"], "premise: a layer that nobody uses"
+    assert none == ["experts.2.weight", "experts.2.bias"], "premise: a layer that no rank uses"
     for result in both(results, "experts"):
         assert result["gradients"]["table.weight"].is_sparse
         assert_same(model, result)
 
 
-@pytest.mark.parametrize("where", ["start", "forward", "looked"])
-def test_where_one_rank_fails_both_do_and_are_as_before(results: Any, where: str):
+@pytest.mark.parametrize("where", ["start", "forward", "read"])
+def test_if_one_rank_fails_both_raise_and_roll_back(results: Any, where: str):
     first, second = both(results, f"fails_{where}")
     assert first["error"].startswith("WindowError: Another rank that shares the virtual batch has failed.")
     assert second["error"].startswith("KeyError: 'user code'")
@@ -307,7 +307,7 @@ def test_where_one_rank_fails_both_do_and_are_as_before(results: Any, where: str
 
 
 @pytest.mark.parametrize("where", ["sweep", "backward"])
-def test_where_a_rank_has_no_memory_in_the_middle_the_others_do_not_wait(results: Any, where: str):
+def test_if_one_rank_runs_out_of_memory_the_other_does_not_wait(results: Any, where: str):
     first, second = both(results, f"fails_{where}")
     assert first["error"].startswith("WindowError: Another rank that shares the virtual batch has failed.")
     assert second["error"].startswith("OutOfMemoryError: no memory")
@@ -317,15 +317,15 @@ def test_where_a_rank_has_no_memory_in_the_middle_the_others_do_not_wait(results
         assert len(result["collectives"]) == 1 + 6 + 1
 
 
-def test_where_no_rank_fails_the_same_program_runs(results: Any):
+def test_if_no_rank_fails_the_same_program_runs(results: Any):
     for result in both(results, "fails_nowhere"):
         assert not result["error"]
         with pytest.raises(AssertionError, match="gradient"):
             assert_unchanged(result["before"], result["after"])
 
 
-def test_what_has_no_statistics_over_ranks_is_refused(results: Any):
-    for result in both(results, "refused"):
+def test_unsupported_statistics_over_ranks_raise(results: Any):
+    for result in both(results, "unsupported"):
         twice, elsewhere = result["errors"]
         assert twice.startswith("CoupledSamplesError") and "create_graph=True" in twice
         assert elsewhere.startswith("CoupledSamplesError") and "dimension 0" in elsewhere
@@ -337,7 +337,7 @@ def test_copies_made_in_a_block_have_the_forward_of_their_class(results: Any):
         assert not any(result["left"])
 
 
-def test_validation_on_one_rank_alone(results: Any):
+def test_validation_on_one_rank_only(results: Any):
     first, second = both(results, "validation")
     virtual, real = first["losses"]
     assert virtual == pytest.approx(real, rel=1e-12) and not second["losses"]

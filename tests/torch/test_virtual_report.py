@@ -1,4 +1,4 @@
-"""What `report()` of a virtual batch says of the points where samples met."""
+"""Coupling points in the report of a virtual batch."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.torch.coupled.cases import CASES
 
 
 def test_a_layer_that_is_called_twice_is_reported_twice():
-    # The second call reads the running statistics of the first, before its samples are asked for.
+    # The second call reads the running statistics of the first before the first is computed.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
     first, second = torch.randn(10, 3).double(), torch.randn(10, 3).double()
@@ -20,16 +20,16 @@ def test_a_layer_that_is_called_twice_is_reported_twice():
 
 
 @pytest.mark.parametrize(
-    ("name", "operation", "kept", "on_the_way_back"),
+    ("name", "operation", "kept", "backward_points"),
     [
-        # Its backward is of known operators and reads the input again.
+        # Its backward has known operators and reads the input again.
         ("custom operator", "superbatch_test_cases.bent.default", 14 * 8 * 8, 0),
         # Its backward calls the operator itself.
         ("custom operator over the batch", "superbatch_test_cases.centred.default", 0, 1),
     ],
 )
-def test_an_operator_of_an_extension_is_named_with_the_bytes_that_were_gathered_for_it(
-    name: str, operation: str, kept: int, on_the_way_back: int
+def test_a_custom_operator_is_reported_with_its_gathered_bytes(
+    name: str, operation: str, kept: int, backward_points: int
 ):
     case = CASES[name]
     model, batch = case.make(), case.batch()
@@ -38,6 +38,6 @@ def test_an_operator_of_an_extension_is_named_with_the_bytes_that_were_gathered_
     report = virtual.report()
     found = [(point.operation, point.kind, point.gathered, point.kept) for point in report.points]
     assert found == [(operation, "unknown", 14 * 8 * 8, kept)], "14 samples of 8 features in float64"
-    assert report.backward_points == on_the_way_back
+    assert report.backward_points == backward_points
     assert f"{operation} (gathered: superbatch has no rule for the operator" in str(report)
     assert "896 B gathered" in str(report)

@@ -1,4 +1,4 @@
-"""Every rule of virtual tensors is used by some operator case, or is listed here with the reason why not."""
+"""Every rule of virtual tensors is used by an operator case, or listed here with a reason."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from superbatch.torch.virtual.trace import composites, dispatch, recording
 from tests.torch.coupled.operators import ALL_OPERATORS
 from tests.torch.test_virtual_operators import SAMPLES, on_virtual_tensors
 
-Rule = tuple[str, ...]  # the table, the operator and, of a row, its codes
+Rule = tuple[str, ...]  # table, operator and, for a row, its codes
 
 _CUDA = "CUDA: see tests/torch/test_virtual_cuda_rules.py"
-_BELOW = "CUDA alone, and below aten.convolution, which has a rule: only a program that names it meets it"
-# What no operator case reaches on a CPU, by operator, and why.
+_BELOW = "CUDA only, and reached only by a direct call: aten.convolution has its own rule"
+# Operators that no case reaches on a CPU, with the reason.
 ELSEWHERE = {
-    "_fused_rms_norm": "on a CPU, and where this torch defines it by others, it comes in parts",
+    "_fused_rms_norm": "decomposed on a CPU, and where this torch defines it by other operators",
     "_fused_rms_norm_backward": _CUDA,
     "_thnn_fused_gru_cell": _CUDA,
     "_thnn_fused_gru_cell_backward": _CUDA,
@@ -30,21 +30,21 @@ ELSEWHERE = {
     "cudnn_batch_norm_backward": _CUDA,
     "cudnn_convolution": _BELOW,
     "cudnn_convolution_transpose": _BELOW,
-    "linear_backward": "Apple's GPUs: elsewhere a linear layer comes in parts",
+    "linear_backward": "Apple GPUs; a linear layer is decomposed elsewhere",
 }
-# Rules that are added for CUDA go there by their names.
+# Families of rules with one reason, by prefix.
 _PREFIXES = {"_scaled_dot_product_": _CUDA, "_cudnn_rnn": _CUDA, "miopen_": "GPUs of AMD"}
 
 
 def name_of(func: Any) -> str:
-    """``softmax`` or ``max.dim``, without the namespace; an operator this torch lacks is a name already."""
+    """Return ``softmax`` or ``max.dim``, without the namespace; operators that torch lacks are names."""
     return str(func).removeprefix("aten.")
 
 
 def all_rules() -> set[Rule]:
     """Return every rule that this release of torch can ask for."""
     own = {("own", name_of(func)) for func in lookup.OWN}
-    rows = {("row", name_of(func), *row) for func, told in lookup.ROWS.items() for row in told}
+    rows = {("row", name_of(func), *row) for func, codes in lookup.ROWS.items() for row in codes}
     elementwise = {("elementwise", name_of(func)) for func in lookup._ELEMENTWISE}
     several = {("composite", name_of(func)) for func in composites.COMPOSITES}
     lists = {("list", name_of(func)) for func in composites.LISTS}
@@ -56,7 +56,7 @@ def operator_of(rule: Rule) -> str:
 
 
 def reason_for(rule: Rule) -> str | None:
-    """Return why no operator case uses a rule, if that is listed."""
+    """Return the listed reason why no operator case uses a rule, or None."""
     name = operator_of(rule)
     if name.removesuffix("_backward").endswith("_for_cpu"):
         return None
@@ -65,10 +65,10 @@ def reason_for(rule: Rule) -> str | None:
 
 
 class Recorder:
-    """Stands in for the tables and notes which rules made something.
+    """Patch of the rule tables that records which rules gave a result.
 
     Attributes:
-        used: the rules that did.
+        used: rules that gave a result.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -81,21 +81,21 @@ class Recorder:
             ("list", composites.LISTS, NotImplemented),
         ):
             for func, rule in list(table.items()):
-                patch.setitem(table, func, self._noting((kind, name_of(func)), rule, refusal))
+                patch.setitem(table, func, self._recording((kind, name_of(func)), rule, refusal))
         patch.setattr(lookup, "_by_row", self.by_row)
         patch.setattr(lookup, "_fit", self.fit)
         patch.setattr(lookup, "elementwise", self.elementwise)
-        # What is whole may be cut into rows too: no rule's own case.
+        # Splitting full tensors into rows would use further rules.
         patch.setattr(recording, "by_rows", lambda form: None)
 
-    def _noting(self, rule: Rule, function: Callable[..., Any], refusal: Any) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
+    def _recording(self, rule: Rule, function: Callable[..., Any], refusal: Any) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             found = function(*args, **kwargs)
             if found is not refusal:
                 self.used.add(rule)
             return found
 
-        return noted
+        return recorded
 
     def fit(self, call: Call, inputs: str, outputs: str) -> Any:
         found = self._fit(call, inputs, outputs)
@@ -118,17 +118,17 @@ class Recorder:
         return found
 
 
-def forget() -> None:
-    """Let every rule be asked again."""
+def clear_caches() -> None:
+    """Clear the caches of rules."""
     for cached in (memo._cached, dispatch._kind_of, composites.composite_of):
         cached.cache_clear()
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    forget()
+    clear_caches()
     yield Recorder(monkeypatch)
-    forget()
+    clear_caches()
 
 
 def test_every_rule_is_used_by_an_operator_case_or_listed(recorder: Recorder) -> None:
@@ -136,6 +136,6 @@ def test_every_rule_is_used_by_an_operator_case_or_listed(recorder: Recorder) ->
         on_virtual_tensors(case, max(SAMPLES, case.min_n), 3)
     known, listed = all_rules(), {rule for rule in all_rules() if reason_for(rule) is not None}
     assert not (unused := known - recorder.used - listed), f"no operator case uses {sorted(unused)}"
-    assert not (stale := listed & recorder.used), f"listed, and used all the same: {sorted(stale)}"
+    assert not (stale := listed & recorder.used), f"listed, but used: {sorted(stale)}"
     gone = ELSEWHERE.keys() - {operator_of(rule) for rule in known}
-    assert not gone, f"listed, and rules of no operator: {sorted(gone)}"
+    assert not gone, f"listed, but without a rule: {sorted(gone)}"

@@ -1,4 +1,4 @@
-"""Micro-batches of one sample, whose strides are others than those of the whole batch."""
+"""Micro-batches of one sample, whose strides differ from those of the batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.torch.coupled.operators import ALL_OPERATORS, OPERATORS
 from tests.torch.test_virtual_operators import assert_same, on_virtual_tensors, on_whole_tensors
 
 aten: Any = torch.ops.aten
-PARTS = (1, 2)  # of five samples: one each; and two, two and one
+SIZES = (1, 2)  # micro-batches of five samples: one each; two, two and one
 
 
 # -- strides ------------------------------------------------------------------------------------------------
@@ -61,14 +61,14 @@ def test_canonical_strides_of_the_same_memory(shape: Any, given: Any, expected: 
 
 @pytest.mark.parametrize("whole", ["contiguous", "channels last", "transposed"])
 @pytest.mark.parametrize("given", [(60, 20, 5, 1), (3, 1, 15, 3), (60, 1, 15, 3), (0, 20, 1, 4)])
-def test_a_micro_batch_takes_the_order_of_the_whole(whole: str, given: Any) -> None:
+def test_a_micro_batch_gets_the_memory_order_of_the_batch(whole: str, given: Any) -> None:
     meta = torch.empty(5, 3, 4, 5, device="meta")
     if whole == "channels last":
         meta = meta.contiguous(memory_format=torch.channels_last)
     if whole == "transposed":
         meta = torch.empty(5, 3, 5, 4, device="meta").mT
     x = data.normal(1, 3, 4, 5)
-    (found,) = in_batch_order([meta], lambda part, tensors: tensors)(None, [strided(x, *given)])  # type: ignore[arg-type]
+    (found,) = in_batch_order([meta], lambda microbatch, tensors: tensors)(None, [strided(x, *given)])  # type: ignore[arg-type]
     assert torch.equal(found, x)
     if whole != "transposed":
         assert found.stride() == ((60, 20, 5, 1) if whole == "contiguous" else (60, 1, 15, 3))
@@ -81,7 +81,7 @@ def _batch_norm_gradients(kernel: Any, grad: Tensor, x: Tensor) -> list[Tensor]:
     return kernel(grad, x, weight, None, None, mean, invstd, training, 1e-5, wanted)
 
 
-def test_batch_norms_kernel_with_the_strides_that_it_misreads() -> None:
+def test_the_kernel_of_batch_norm_with_strides_that_it_misreads() -> None:
     x, grad = data.normal(1, 3, 4, 5), data.normal(1, 3, 4, 5, seed=1)
     kernel = aten.native_batch_norm_backward.default
     expected = _batch_norm_gradients(kernel, grad, x)
@@ -96,7 +96,7 @@ def test_batch_norms_kernel_with_the_strides_that_it_misreads() -> None:
 
 
 def by_tokens(x: Tensor) -> Tensor:
-    """Return an image made of tokens: its channels side by side, the strides of one sample odd."""
+    """Return an image viewed from tokens, with channels adjacent in memory."""
     return x.flatten(2).mT.contiguous().mT.view(x.shape) if x.dim() > 2 else x
 
 
@@ -106,7 +106,7 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def as_tokens(out: Tensor) -> Tensor:
-    """Return an image as tokens: the gradient comes with its channels side by side."""
+    """Return an image as tokens, so that its gradient has channels adjacent in memory."""
     return out.flatten(2).mT if out.dim() > 2 else out
 
 
@@ -126,7 +126,7 @@ ORDERS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
 
 
 def ordered(case: OperatorCase, order: str) -> OperatorCase:
-    """Return the case with its inputs, and the gradients of its outputs, in another order in memory."""
+    """Return the case with another memory order of inputs and of gradients of outputs."""
     before, after = ORDERS[order]
 
     def function(*inputs: Tensor) -> Any:
@@ -144,8 +144,8 @@ def has_images(case: OperatorCase) -> bool:
 IMAGES = [case for case in ALL_OPERATORS if has_images(case)]
 
 
-def held(case: OperatorCase, samples: int, microbatch: int, **options: Any) -> bool:
-    """Hold a case against whole tensors; False where torch does not take such inputs."""
+def compare(case: OperatorCase, samples: int, microbatch: int, **options: Any) -> bool:
+    """Compare a case with full tensors; return False if torch rejects such inputs."""
     try:
         whole = on_whole_tensors(case, samples)
     except (RuntimeError, ValueError, TypeError, IndexError):
@@ -155,20 +155,20 @@ def held(case: OperatorCase, samples: int, microbatch: int, **options: Any) -> b
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_operators_in_another_order_by_one_sample(order: str) -> None:
-    """Every eighth operator; all of them in `test_each_operator_in_each_order`, which is slow."""
+def test_operators_in_another_memory_order_on_single_samples(order: str) -> None:
+    """Every eighth operator; the slow `test_each_operator_in_each_order` has them all."""
     chosen = IMAGES[len(order) % 8 :: 8]
-    ran = [held(ordered(case, order), 5, 1) for case in chosen]
-    assert sum(ran) > len(ran) / 2, "torch takes too few of them"
+    ran = [compare(ordered(case, order), 5, 1) for case in chosen]
+    assert sum(ran) > len(ran) / 2, "torch rejects too many cases"
 
 
 _MISREAD = ("norm", "conv", "pool", "attention", "upsample", "pixel")
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_kernels_that_look_at_strides(order: str) -> None:
+def test_kernels_that_read_strides(order: str) -> None:
     chosen = [case for case in IMAGES if any(name in case.name for name in _MISREAD)][::2]
-    ran = [held(ordered(case, order), 5, 2) for case in chosen]
+    ran = [compare(ordered(case, order), 5, 2) for case in chosen]
     assert len(ran) > 20 and sum(ran) > len(ran) / 2
 
 
@@ -177,12 +177,12 @@ def test_kernels_that_look_at_strides(order: str) -> None:
 @pytest.mark.parametrize("case", IMAGES, ids=str)
 def test_each_operator_in_each_order(case: OperatorCase, order: str) -> None:
     found = ordered(case, order)
-    ran = [held(found, max(5, case.min_n), size, paranoid=size == 2) for size in PARTS]
+    ran = [compare(found, max(5, case.min_n), size, paranoid=size == 2) for size in SIZES]
     if not any(ran):
-        pytest.skip("torch does not take such inputs")
+        pytest.skip("torch rejects such inputs")
 
 
-# -- models that go from images to tokens and back ----------------------------------------------------------
+# -- models that convert between images and tokens ----------------------------------------------------------
 
 
 class LinearNorm(nn.Module):
@@ -198,7 +198,7 @@ class LinearNorm(nn.Module):
 
 
 class TokensOfImages(nn.Module):
-    """As LeViT: attention over tokens, BatchNorm behind each linear layer."""
+    """As LeViT: attention over tokens, BatchNorm after each linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class TokensOfImages(nn.Module):
 
 
 class ImagesOfTokens(nn.Module):
-    """As XCiT: BatchNorm before images become tokens, and on tokens put back as an image."""
+    """As XCiT: BatchNorm on images, and on tokens reshaped to images."""
 
     def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:
         super().__init__()
@@ -299,22 +299,22 @@ def largest_error(name: str, microbatch: int, *, last: bool = False) -> float:
     assert found.keys() == whole.keys() == dict(model.named_parameters()).keys()
     scale = max(float(g.norm()) for g in whole.values())
     assert scale > 1e-3, "premise: gradients are not zero"
-    # A bias before BatchNorm has a gradient of zero: rounding beside the others.
+    # The gradient of a bias before BatchNorm is only rounding: compare it with the largest norm.
     return max(float((found[n] - g).norm()) / max(float(g.norm()), 1e-3 * scale) for n, g in whole.items())
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
-@pytest.mark.parametrize("microbatch", PARTS)
+@pytest.mark.parametrize("microbatch", SIZES)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_between_images_and_tokens(name: str, microbatch: int, last: bool) -> None:
     assert largest_error(name, microbatch, last=last) < 1e-11
 
 
-# -- mutants: strides as they come --------------------------------------------------------------------------
+# -- mutants: unchanged strides -----------------------------------------------------------------------------
 
 
 @pytest.fixture
-def strides_as_they_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unchanged_strides(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(batch_norm, "_kernel", aten.native_batch_norm.default)
     monkeypatch.setattr(batch_norm, "_backward_kernel", aten.native_batch_norm_backward.default)
     for module in (calls, norm_rules):
@@ -328,31 +328,31 @@ def strides_as_they_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _torch_misreads() -> bool:
-    """Whether this torch has the defect."""
+    """Return True if the kernel of this torch misreads such strides."""
     x, grad = data.normal(1, 3, 4, 5), data.normal(1, 3, 4, 5, seed=1)
     kernel = aten.native_batch_norm_backward.default
     found = _batch_norm_gradients(kernel, strided(grad, 3, 1, 15, 3), x)
     return not torch.allclose(found[0], _batch_norm_gradients(kernel, grad, x)[0])
 
 
-@pytest.mark.usefixtures("strides_as_they_come")
+@pytest.mark.usefixtures("unchanged_strides")
 @pytest.mark.parametrize("name", ["LeViT", "XCiT", "EfficientFormer"])
-def test_strides_as_they_come_give_other_gradients(name: str) -> None:
+def test_unchanged_strides_give_wrong_gradients(name: str) -> None:
     if not _torch_misreads():
-        pytest.skip("this torch's kernel reads such strides right")
+        pytest.skip("the kernel of this torch reads such strides correctly")
     assert largest_error(name, 1) > 1e-3
 
 
-@pytest.mark.usefixtures("strides_as_they_come")
-def test_operators_see_strides_as_they_come() -> None:
+@pytest.mark.usefixtures("unchanged_strides")
+def test_operators_detect_unchanged_strides() -> None:
     if not _torch_misreads():
-        pytest.skip("this torch's kernel reads such strides right")
+        pytest.skip("the kernel of this torch reads such strides correctly")
     seen = []
     for case in IMAGES:
         if "norm" not in case.name:
             continue
         try:
-            held(ordered(case, "gradients by tokens"), 5, 1)
+            compare(ordered(case, "gradients by tokens"), 5, 1)
         except (AssertionError, RuntimeError):
             seen.append(case.name)
     assert len(seen) > 1, seen

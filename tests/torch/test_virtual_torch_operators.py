@@ -1,4 +1,4 @@
-"""Virtual batches on the operators and inputs that torch tests itself with, samples in every dimension."""
+"""Virtual batches on the operators and inputs of torch's own tests, with samples in every dimension."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = 4
-# How many comparisons there are at least, so that a list that lost its operators is noticed.
+SHARDS = 4
+# Least number of comparisons, to detect an incomplete list of operators.
 LEAST = {"inputs": 3000, "gradients": 1500, "second": 2000}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.parametrize("where", LEAST)
-def test_every_operator_of_torchs_own_tests(where: str, part: int) -> None:
+def test_every_operator_of_torchs_own_tests(where: str, shard: int) -> None:
     if importlib.util.find_spec("expecttest") is None:
         pytest.skip("torch's list of operators needs expecttest, which is not installed")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.torch.coupled.torch_operators", where, str(part), str(PARTS)],
+        [sys.executable, "-m", "tests.torch.coupled.torch_operators", where, str(shard), str(SHARDS)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Two views of a batch in one tensor, as in contrastive training: exact, by rows, there and back."""
+"""Two views of a batch in one tensor, as in contrastive training: exact, without gathering."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def ours(loss: Loss, size: int, **options: Any) -> tuple[dict[str, Tensor | None
 
 @pytest.mark.parametrize("size", [1, M])
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_gradient_is_put_together(name: str, size: int) -> None:
+def test_no_gradient_is_gathered(name: str, size: int) -> None:
     found, report = ours(LOSSES[name], size, on_gather="error")
     real = expected(LOSSES[name])
     assert_same_gradients(real, found, zero=[n for n, grad in real.items() if grad is None])
@@ -86,7 +86,7 @@ def test_no_gradient_is_put_together(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_operation_is_that_of_the_whole_batch(name: str) -> None:
+def test_every_operation_passes_in_paranoid_mode(name: str) -> None:
     ours(LOSSES[name], M, paranoid=True)
 
 
@@ -94,7 +94,7 @@ def test_simclr() -> None:
     loss: Loss = lambda m, a, b: simclr(m["head"](torch.cat([a, b])))  # noqa: E731
     found, report = ours(loss, M, on_gather="error")
     assert_same_gradients(expected(loss), found)
-    assert {one.operation for one in report.whole} & {"aten.mm.default"}, "all are compared with all"
+    assert {one.operation for one in report.whole} & {"aten.mm.default"}, "all samples are compared with all"
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "repeated", "head", "slices"])
@@ -112,8 +112,10 @@ def test_the_memory_is_that_of_micro_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "repeated", "head", "mean of sums", "views first"])
-def test_a_gradient_with_another_layout_is_put_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the layout of what was summed, `[2 * N, D]` is taken for two rows of each sample."""
+def test_mutant_without_the_layout_of_sums_gathers_gradients(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the layout of the summed tensor, `[2 * N, D]` is taken for two rows per sample."""
     plain = shape_arguments.expanded
     monkeypatch.setattr(shape_arguments, "expanded", lambda call, like=None: plain(call))
     with pytest.raises(CoupledSamplesError):

@@ -1,4 +1,4 @@
-"""What a virtual batch cannot hold is refused at the line that asks for it, in a sentence."""
+"""Unsupported uses of a virtual batch raise at the line of the program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ragged(layout: torch.layout = torch.jagged) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.parametrize("inside", [lambda x: x, lambda x: {"x": x, "y": torch.ones(3)}, lambda x: [x]])
-def test_a_nested_tensor_is_no_batch(layout: torch.layout, inside: Callable[[Tensor], Any]) -> None:
+def test_a_nested_tensor_as_batch_raises(layout: torch.layout, inside: Callable[[Tensor], Any]) -> None:
     with (
         virtual_batch(nn.Linear(3, 3), 2) as batch,
         pytest.raises(InputError, match=r"^virtual_batch cannot take a nested tensor .*to_padded_tensor"),
@@ -39,29 +39,29 @@ def test_a_nested_tensor_is_no_batch(layout: torch.layout, inside: Callable[[Ten
         lambda h: torch.nested.nested_tensor([h[:2], h[2:]], layout=torch.jagged),
     ],
 )
-def test_a_jagged_tensor_is_not_made_of_the_batch(make: Callable[[Any], Any]) -> None:
+def test_a_jagged_tensor_made_of_the_batch_raises(make: Callable[[Any], Any]) -> None:
     model = nn.Linear(3, 3)
     with virtual_batch(model, 2) as batch:
         h = model(batch(torch.randn(9, 3)))
         with pytest.raises(WindowError, match=r"^A nested tensor .* Use a padded tensor and a mask"):
             make(h)
-        h.sum().backward()  # and the block goes on
+        h.sum().backward()  # the block continues
     assert model.weight.grad is not None
 
 
-def test_a_jagged_tensor_beside_the_batch_is_what_it_is() -> None:
-    model, beside = nn.Linear(3, 3), ragged()
+def test_a_jagged_tensor_outside_the_batch_works() -> None:
+    model, nested = nn.Linear(3, 3), ragged()
     with virtual_batch(model, 2) as batch:
-        with torch.no_grad():  # a metric, say
-            other = model(beside).values().sum()
+        with torch.no_grad():  # for example a metric
+            other = model(nested).values().sum()
         loss = other + model(batch(torch.ones(3, 3))).sum()
         loss.backward()
-    expected = model(beside).values().sum() + model(torch.ones(3, 3)).sum()
+    expected = model(nested).values().sum() + model(torch.ones(3, 3)).sum()
     torch.testing.assert_close(loss.detach().clone(), expected.detach())
 
 
 class Center(nn.Module):
-    """The centre of DINO's teacher: a moving mean, kept as some libraries do."""
+    """Center of DINO's teacher: a moving mean, assigned to `.data` as in some libraries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ class Center(nn.Module):
         self.value.data = value
 
 
-class Copied(Center):
-    """What the error says to write."""
+class CopiedCenter(Center):
+    """Center that is written as the error advises."""
 
     def move(self, value: Tensor) -> None:
         with torch.no_grad():
@@ -97,7 +97,7 @@ def start(center: type[Center]) -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(nn.Linear(3, 3).double(), center()), torch.randn(6, 3, dtype=torch.float64)
 
 
-def refused_at_the_line() -> None:
+def assert_raises_at_the_line() -> None:
     model, x = start(Center)
     reached: list[str] = []
     with virtual_batch(model, 2) as batch:
@@ -105,21 +105,21 @@ def refused_at_the_line() -> None:
             model(batch(x))
         except WindowError:
             reached.append("refused")
-        assert reached == ["refused"], "it went on"
+        assert reached == ["refused"], "no error was raised"
         center = model[1]
         assert isinstance(center, Center)
-        assert torch.equal(center.value, torch.zeros(1, 3, dtype=torch.float64)), "as before"
+        assert torch.equal(center.value, torch.zeros(1, 3, dtype=torch.float64)), "the buffer is unchanged"
 
 
-def test_data_of_a_buffer_set_to_a_value_of_the_batch_is_refused_at_that_line() -> None:
+def test_assigning_a_virtual_tensor_to_data_of_a_buffer_raises_at_that_line() -> None:
     model, x = start(Center)
     with virtual_batch(model, 2) as batch, pytest.raises(WindowError, match=TEXT) as raised:
         model(batch(x))
     assert "move" in [entry.name for entry in raised.traceback]
-    refused_at_the_line()
+    assert_raises_at_the_line()
 
 
-def test_real_data_may_be_set() -> None:
+def test_a_real_tensor_may_be_assigned_to_data() -> None:
     model, x = start(Center)
     center = model[1]
     assert isinstance(center, Center)
@@ -129,9 +129,9 @@ def test_real_data_may_be_set() -> None:
     assert torch.equal(center.value, torch.ones(1, 3, dtype=torch.float64))
 
 
-def test_what_the_error_says_is_the_real_batch() -> None:
-    ours, x = start(Copied)
-    real, _ = start(Copied)
+def test_the_advice_of_the_error_gives_the_real_batch() -> None:
+    ours, x = start(CopiedCenter)
+    real, _ = start(CopiedCenter)
     for _ in range(3):
         with virtual_batch(ours, 2) as batch:
             ours(batch(x)).backward()
@@ -143,10 +143,10 @@ def test_what_the_error_says_is_the_real_batch() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_a_block_that_does_not_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_without_the_check_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
     def pass_on(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr(unsupported.RefuseVirtualData, "__torch_function__", pass_on)
     with pytest.raises((AssertionError, WindowError)):
-        refused_at_the_line()
+        assert_raises_at_the_line()

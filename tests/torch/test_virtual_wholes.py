@@ -1,6 +1,6 @@
-"""Whole values of a virtual batch: named in the report, counted, and refused where that is asked for.
+"""Full tensors of a virtual batch: reported with their bytes, or an error with `on_gather="error"`.
 
-A value that loses its rows takes the memory of the batch, in the forward and on the way back.
+A value without one row per sample takes the memory of the batch, in the forward and in the backward.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def squares(h: Tensor) -> Tensor:
 
 
 def experts(h: Tensor) -> Tensor:
-    """Each sample goes to one of two, and back to its place."""
+    """Send each sample to one of two experts, and back to its row."""
     out = torch.zeros_like(h)
     for number, mask in enumerate((KEEP, ~KEEP)):
         out = out.index_put((mask.nonzero().squeeze(1),), h[mask] * (number + 2))
     return out
 
 
-# The values h = linear(x), and the operator that the report has to name: in the forward, on the way back.
+# Loss of h = linear(x), and the operator that the report names in the forward and in the backward.
 CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, str]] = {
     "halves": (lambda m, h: (h[: N // 2] * h[N // 2 :]).sum(), "slice.Tensor", "slice_backward"),
     "a permutation": (lambda m, h: (h[PERM] * h).sum(), "index.Tensor", "index_put"),
@@ -82,12 +82,12 @@ NEEDED = {
     "a similarity": lambda m, h: F.cross_entropy(F.normalize(h) @ F.normalize(h).T, torch.arange(N)),
     "distances": lambda m, h: torch.cdist(h, h.tanh()).square().sum(),
 }
-NOTHING_WHOLE = {
-    "samples apart": lambda m, h: squares(h.relu()),
+NOT_GATHERED = {
+    "uncoupled samples": lambda m, h: squares(h.relu()),
     "a statistic": lambda m, h: squares((h - h.mean(0)) / h.std(0)),
     "a product of features": lambda m, h: squares(h.T @ h),
     "a loss and a maximum": lambda m, h: squares(h) * h.max() + h.amin(),
-    "two batches, one on the other": lambda m, h: squares(torch.cat([h, h])),
+    "two batches concatenated": lambda m, h: squares(torch.cat([h, h])),
     "views side by side": lambda m, h: squares(torch.cat(torch.cat([h, h]).chunk(2), 1)) / N,
     "the last of each sequence": lambda m, h: squares(h.view(-1, 2, D // 2)[:, -1]),
 }
@@ -104,7 +104,7 @@ def run(case: Callable[[Any, Tensor], Tensor], size: int = M, **options: Any) ->
     with virtual_batch(model, size, **options) as batch:
         loss = case(model, model["linear"](batch(x)))
         loss.backward()
-        assert float(loss.detach()) != 0, "premise: worked out"
+        assert float(loss.detach()) != 0, "premise: computed"
     return batch.report(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -120,7 +120,7 @@ def named(report: Any, operator: str, *, backward: bool) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_loses_its_rows_is_named_with_its_bytes(name: str) -> None:
+def test_gathered_values_are_reported_with_their_bytes(name: str) -> None:
     case, forward, backward = CASES[name]
     report, found = run(case)
     if forward:
@@ -139,60 +139,58 @@ def test_what_loses_its_rows_is_named_with_its_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_loses_its_rows_is_refused_where_that_is_asked_for(name: str) -> None:
+def test_gathered_values_raise_with_on_gather_error(name: str) -> None:
     with pytest.raises(CoupledSamplesError, match=r"(?s)(aten|prims)\..*whole batch.*on_gather=\"ok\""):
         run(CASES[name][0], on_gather="error")
     run(CASES[name][0], size=N, on_gather="ok")
 
 
-def test_the_text_says_operator_place_and_bytes() -> None:
+def test_the_error_names_operator_module_and_bytes() -> None:
     class Pairs(nn.Module):
         def forward(self, h: Tensor) -> Tensor:
             return h[: N // 2] * h[N // 2 :]
 
     model = nn.Sequential(nn.Linear(D, D), Pairs()).double()
     x = torch.randn(N, D).double()
-    told = (
+    text = (
         rf"^aten\.slice\.Tensor in 1 gathers {BYTES // 2} bytes of the whole batch into one tensor\. "
         r'Use operations that keep one row per sample .* or pass on_gather="ok" to allow it\.$'
     )
     with (
-        pytest.raises(CoupledSamplesError, match=told),
+        pytest.raises(CoupledSamplesError, match=text),
         virtual_batch(model, M, on_gather="error") as batch,
     ):
         model(batch(x))
-    with pytest.warns(UserWarning, match=told), virtual_batch(model, M, on_gather="warn") as batch:
+    with pytest.warns(UserWarning, match=text), virtual_batch(model, M, on_gather="warn") as batch:
         model(batch(x)).sum().backward()
     assert [(v.module, v.operation, v.backward, v.times, v.nbytes) for v in batch.report().whole][:1] == [
         ("1", "aten.slice.Tensor", False, 2, BYTES)
     ]
-    with virtual_batch(model, N, on_gather="error") as batch:  # a micro-batch is all of it
+    with virtual_batch(model, N, on_gather="error") as batch:  # one micro-batch of all samples
         model(batch(x)).sum().backward()
     assert batch.report().whole == ()
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_what_all_samples_are_compared_with_is_named_and_not_refused(name: str) -> None:
+def test_values_compared_with_all_samples_are_reported_and_allowed(name: str) -> None:
     report, found = run(NEEDED[name], on_gather="error")
     assert named(report, "mm|cdist", backward=False) >= BYTES
-    assert named(report, "mm|cdist", backward=True) >= BYTES, "the sum that is its gradient"
+    assert named(report, "mm|cdist", backward=True) >= BYTES, "its summed gradient"
     for one, other in zip(found, real(NEEDED[name]), strict=True):
         assert torch.allclose(one, other, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize(
     ("name", "samples"),
-    [(name, samples) for name in NOTHING_WHOLE for samples in (N, 2 * D)]
-    + [("samples apart", D), ("a loss and a maximum", D), ("views side by side", D)],
+    [(name, samples) for name in NOT_GATHERED for samples in (N, 2 * D)]
+    + [("uncoupled samples", D), ("a loss and a maximum", D), ("views side by side", D)],
 )
-def test_statistics_losses_and_gradients_of_weights_are_no_values_of_the_batch(
-    name: str, samples: int
-) -> None:
-    """Nor where a layer happens to be as wide as the batch is long."""
+def test_statistics_losses_and_weight_gradients_are_not_reported(name: str, samples: int) -> None:
+    """This holds even if a layer is as wide as the batch has samples."""
     model, x = start()
     x = x[:samples]
     with virtual_batch(model, 2, on_gather="error") as batch:
-        NOTHING_WHOLE[name](model, model["linear"](batch(x))).backward()
+        NOT_GATHERED[name](model, model["linear"](batch(x))).backward()
     report = batch.report()
     assert report.whole == ()
     assert report.whole_on_device == 0
@@ -200,8 +198,8 @@ def test_statistics_losses_and_gradients_of_weights_are_no_values_of_the_batch(
     assert report.sweeps > 0, "premise"
 
 
-def test_the_bytes_at_a_time_are_those_that_are_there() -> None:
-    """Against the peak of the tensors that operations make, beyond that of samples which stay apart."""
+def test_the_reported_bytes_are_those_of_the_peak() -> None:
+    """Compare with the peak memory beyond that of an uncoupled loss."""
     torch.manual_seed(0)
     samples, width = 96, 160
     model, x = nn.Linear(4, width), torch.randn(samples, 4)
@@ -222,8 +220,8 @@ def test_the_bytes_at_a_time_are_those_that_are_there() -> None:
     assert 0.8 * (peak - apart) <= halves.whole_on_device <= 1.2 * (peak - apart), (peak - apart, halves)
 
 
-def test_whole_values_leave_less_of_the_budget_to_rows() -> None:
-    """The input of BatchNorm has room on the device, but for the halves that are there too."""
+def test_full_tensors_count_against_the_device_budget() -> None:
+    """The input of BatchNorm fits on the device, unless the halves of the batch are alive too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.BatchNorm1d(D)).double()
     x = torch.randn(N, D).double()
@@ -236,31 +234,31 @@ def test_whole_values_leave_less_of_the_budget_to_rows() -> None:
                 held = [h[: N // 2].clone(), h[N // 2 :].clone()]
                 float((held[0] * held[1]).sum())
             model(batch(x)).square().sum().backward()
-        assert len(held) == 2 * halves, "premise: there until the block has ended"
+        assert len(held) == 2 * halves, "premise: alive until the end of the block"
         return batch.report()
 
     without, with_halves = kept(halves=False), kept(halves=True)
     assert without.kept_on_device > 0
-    assert without.kept_on_host == 0, "premise: there is room"
+    assert without.kept_on_host == 0, "premise: everything fits"
     assert with_halves.whole_on_device >= BYTES
-    assert with_halves.kept_on_host > 0, "the budget was taken by whole values"
+    assert with_halves.kept_on_host > 0, "full tensors take part of the budget"
     assert with_halves.kept_on_device < without.kept_on_device
 
 
 @pytest.mark.parametrize("broken", ["growth is not passed on", "nothing is counted"])
-def test_a_report_that_forgets_whole_values_is_seen(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_mutants_that_omit_full_tensors_fail(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     if broken == "nothing is counted":
         monkeypatch.setattr(full_values.FullValues, "count", lambda *args, **options: None)
     else:
         monkeypatch.setattr(growth, "_grown", lambda *args: None)
         monkeypatch.setattr(growth, "_cached", growth._cached.__wrapped__)
     with pytest.raises(AssertionError):
-        test_what_loses_its_rows_is_named_with_its_bytes("halves")
+        test_gathered_values_are_reported_with_their_bytes("halves")
     with pytest.raises(AssertionError):
-        test_what_all_samples_are_compared_with_is_named_and_not_refused("a similarity")
+        test_values_compared_with_all_samples_are_reported_and_allowed("a similarity")
 
 
-def standardised_in_as_many_features(**options: Any) -> tuple[Any, list[Tensor]]:
+def train_with_as_many_features_as_samples(**options: Any) -> tuple[Any, list[Tensor]]:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N)).double(), torch.randn(N, N).double()
     reports = []
@@ -275,16 +273,16 @@ def standardised_in_as_many_features(**options: Any) -> tuple[Any, list[Tensor]]
     return reports, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def test_gradients_of_weights_are_no_rows_of_the_batch_where_there_are_as_many_features() -> None:
-    reports, found = standardised_in_as_many_features(on_gather="error")
-    _, expected = standardised_in_as_many_features()
+def test_weight_gradients_with_as_many_rows_as_samples_are_not_split() -> None:
+    reports, found = train_with_as_many_features_as_samples(on_gather="error")
+    _, expected = train_with_as_many_features_as_samples()
     for one, other in zip(found, expected, strict=True):
         assert other.norm() > 0, "premise"
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     assert reports[0].whole == ()
 
 
-def test_a_square_gradient_that_is_cut_into_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_that_splits_a_square_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_size(value: Any, samples: int) -> Shard | None:
         made = None if value.node is None else value.node.by_rows
         if made is not None:
@@ -293,4 +291,4 @@ def test_a_square_gradient_that_is_cut_into_rows_is_seen(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(by_rows, "_row_shard", by_size)
     with pytest.raises(CoupledSamplesError):
-        standardised_in_as_many_features(on_gather="error")
+        train_with_as_many_features_as_samples(on_gather="error")

@@ -27,9 +27,9 @@ from tests.torch.statement_cases import (
     token_batch,
 )
 from tests.torch.two_ranks import found_by_both
-from tests.torch.wide_ranks import Past, mixed
+from tests.torch.wide_ranks import BypassLinear, mixed
 
-REFUSED = (LossSpecError, CoupledSamplesError)
+CHECK_ERRORS = (LossSpecError, CoupledSamplesError)
 WIDTH = 16
 BF16 = torch.bfloat16
 
@@ -38,7 +38,7 @@ BF16 = torch.bfloat16
 
 
 class Uses(nn.Module):
-    """A parameter used several times, through views and properties of it."""
+    """Model that uses a parameter several times, through views and properties."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Recurrent(nn.LSTM):
 
 
 class Penalised(nn.Module):
-    """Its output has the gradient with respect to its input in it: a graph of second order."""
+    """Model whose output includes its input gradient: a second-order graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_gradient_is_that_of_a_copy(name: str) -> None:
+def test_the_gradient_is_that_of_a_float64_copy(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().to(BF16)
     x = torch.randn(6, WIDTH).double()
@@ -116,7 +116,7 @@ def test_the_gradient_is_that_of_a_copy(name: str) -> None:
     assert all(p.dtype is BF16 and p.grad is None for p in model.parameters())
 
 
-def test_what_is_differentiated_with_respect_to_parameters_needs_a_copy() -> None:
+def test_autograd_grad_of_parameters_needs_a_copy() -> None:
     model = nn.Linear(WIDTH, 1).to(BF16)
     wide = WideParameters(list(model.parameters()))
     with ComputeIn(torch.float64), wide.entered(), pytest.raises(RuntimeError, match="needs a copy"):
@@ -125,7 +125,7 @@ def test_what_is_differentiated_with_respect_to_parameters_needs_a_copy() -> Non
 
 
 @pytest.mark.parametrize("kind", ["grad", "function"])
-def test_where_it_does_not_do_a_copy_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bypassed_conversions_fall_back_to_a_copy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[bool] = []
     untouched = evaluation.untouched
 
@@ -135,7 +135,7 @@ def test_where_it_does_not_do_a_copy_does(kind: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(evaluation, "untouched", counted)
     torch.manual_seed(0)
-    model = Tokens(Past).to(BF16)
+    model = Tokens(BypassLinear).to(BF16)
 
     def loss_fn(batch: dict[str, Tensor]) -> Tensor:
         loss = mixed(model, batch, 0.003)
@@ -144,22 +144,22 @@ def test_where_it_does_not_do_a_copy_does(kind: str, monkeypatch: pytest.MonkeyP
             loss = loss + 0.0 * inner.sum()
         return loss
 
-    with pytest.raises(REFUSED, match="is off by"):
+    with pytest.raises(CHECK_ERRORS, match="is off by"):
         check(model, loss_fn, token_batch(), weight=count_tokens("labels"))
     assert copies
 
 
-# -- a wrong term in a model in bfloat16, where there is no memory for a copy ------------------------------
+# -- a wrong term in a model in bfloat16, without memory for a copy ----------------------------------------
 
 
 def outcome(model: nn.Module, share: float) -> tuple[str, list[str]]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             check(model, lambda b: mixed(model, b, share), token_batch(), weight=count_tokens("labels"))
-        except REFUSED as error:
+        except CHECK_ERRORS as error:
             return str(error), []
-    return "", [str(one.message) for one in said]
+    return "", [str(one.message) for one in warned]
 
 
 @pytest.fixture
@@ -172,33 +172,33 @@ def no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("share", [0.3, 0.03, 0.003, 0.0])
 def test_without_a_copy_a_wrong_term_is_found(share: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    error, said = outcome(Tokens(Attention).to(dtype), share)
+    error, warned = outcome(Tokens(Attention).to(dtype), share)
     assert ("is off by" in error) is bool(share), error
-    assert not said
+    assert not warned
 
 
 @pytest.mark.usefixtures("no_copy")
 def test_mutant_whose_gradients_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters converted by each operation below autograd: the gradient is rounded to bfloat16."""
+    """Mutant: conversions run below autograd, so gradients are rounded to bfloat16."""
     monkeypatch.setattr(wide_parameters.WideParameters, "_widen", lambda self, value: value)
     torch.manual_seed(0)
-    error, said = outcome(Tokens(Attention).to(BF16), 0.003)
-    assert not error, "rounding hides it"
-    assert len(said) == 1, "but not in silence"
+    error, warned = outcome(Tokens(Attention).to(BF16), 0.003)
+    assert not error, "rounding hides the error"
+    assert len(warned) == 1, "but a warning is issued"
 
 
 @pytest.mark.usefixtures("no_copy")
 @pytest.mark.parametrize("share", [0.03, 0.003, 0.0])
-def test_what_rounding_hides_past_the_conversions_is_said(share: float) -> None:
+def test_hidden_rounding_of_bypassed_conversions_warns(share: float) -> None:
     torch.manual_seed(0)
-    error, said = outcome(Tokens(Past).to(BF16), share)
-    assert error or len(said) == 1
+    error, warned = outcome(Tokens(BypassLinear).to(BF16), share)
+    assert error or len(warned) == 1
     if not error:
-        assert "rounding may hide" in said[0] and "verify(" in said[0]
-    assert not share or error or "body.weight" in said[0]
+        assert "rounding may hide" in warned[0] and "verify(" in warned[0]
+    assert not share or error or "body.weight" in warned[0]
 
 
-def test_a_loss_for_bfloat16_alone_says_what_rounding_hides() -> None:
+def test_a_loss_for_bfloat16_only_warns_of_hidden_rounding() -> None:
     torch.manual_seed(0)
     model = Tokens(Attention).to(BF16)
 
@@ -206,16 +206,16 @@ def test_a_loss_for_bfloat16_alone_says_what_rounding_hides() -> None:
         assert model(batch["ids"]).dtype is BF16, "a kernel for one dtype"
         return mixed(model, batch, 0.003)
 
-    with pytest.warns(UserWarning, match=r"rounding may hide \d+ % .* does not run in float64") as said:
+    with pytest.warns(UserWarning, match=r"rounding may hide \d+ % .* does not run in float64") as warned:
         check(model, loss_fn, token_batch(), weight=count_tokens("labels"))
-    assert len(said) == 1
+    assert len(warned) == 1
 
 
 # -- memory ------------------------------------------------------------------------------------------------
 
 
 def peaks() -> tuple[float, float]:
-    """The check's peak and that of the window, in the bytes of the parameters."""
+    """Return the peaks with and without the check, relative to the bytes of the parameters."""
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.GELU())]
     model = nn.Sequential(*layers, nn.Linear(512, 10)).to(BF16)
@@ -234,7 +234,7 @@ def peaks() -> tuple[float, float]:
     return checked, window
 
 
-def test_the_check_needs_twice_the_window_at_most() -> None:
+def test_the_check_needs_at_most_twice_the_memory_of_the_window() -> None:
     checked, window = peaks()
     assert checked <= 2 * window, (checked, window)
 
@@ -251,7 +251,7 @@ def test_mutant_that_copies_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Return the results of each rank."""
     return found_by_both("tests.torch.wide_ranks", tmp_path_factory.mktemp("ranks"), warnings="default")
 
 
@@ -262,14 +262,14 @@ def test_on_two_ranks_a_wrong_term_is_found(found: list[dict[str, Any]], share: 
         assert of_rank[share]["error"] and of_rank[share]["updates"] == 0
 
 
-def test_on_two_ranks_a_right_statement_passes_unsaid(found: list[dict[str, Any]]) -> None:
+def test_on_two_ranks_a_right_declaration_passes_without_warning(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         assert of_rank["0.0"]["updates"] == 1 and not of_rank["0.0"]["error"]
-        assert not [text for text in of_rank["0.0"]["said"] if "superbatch" in text]
+        assert not [text for text in of_rank["0.0"]["warned"] if "superbatch" in text]
     assert found[0]["0.0"]["sums"] == found[1]["0.0"]["sums"], "DDP still reduces gradients"
 
 
-def test_on_two_ranks_what_rounding_hides_is_said_once(found: list[dict[str, Any]]) -> None:
+def test_on_two_ranks_hidden_rounding_warns_once(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
-        said = [text for text in of_rank["past"]["said"] if "rounding may hide" in text]
-        assert len(said) == 1 and not of_rank["past"]["error"]
+        warned = [text for text in of_rank["bypass"]["warned"] if "rounding may hide" in text]
+        assert len(warned) == 1 and not of_rank["bypass"]["error"]

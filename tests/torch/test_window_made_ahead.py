@@ -1,4 +1,4 @@
-"""Windows that are made, and entered only after the program has gone on."""
+"""Windows that are opened ahead, and entered after the program changed something."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BATCH = rows(6)[0]
 
 def run(window: Any, model: nn.Module, times: float = 1.0) -> Any:
     with window:
-        for part in window:
-            window.backward(mse(model, part) * times)
+        for microbatch in window:
+            window.backward(mse(model, microbatch) * times)
     return window.update
 
 
@@ -30,7 +30,7 @@ def parameters(model: nn.Module) -> list[Tensor]:
     return [each.detach().clone() for each in model.parameters()]
 
 
-def test_weights_that_were_loaded_in_between_are_those_of_the_masters() -> None:
+def test_weights_loaded_before_entering_reach_the_masters() -> None:
     def trained(*, ahead: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(3, 1).bfloat16()
@@ -44,14 +44,14 @@ def test_weights_that_were_loaded_in_between_are_those_of_the_masters() -> None:
                 each.fill_(0.5)
         window = window or accumulate.window(x)
         with window:
-            for part in window:
-                window.backward(model(part).square().mean())
+            for microbatch in window:
+                window.backward(model(microbatch).square().mean())
         return parameters(model)
 
     assert all(map(torch.equal, trained(ahead=False), trained(ahead=True)))
 
 
-def test_parameters_that_were_frozen_in_between_are_refused_and_nothing_moves() -> None:
+def test_parameters_frozen_before_entering_raise_and_change_nothing() -> None:
     model = mlp()
     accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=2, check=False)
     window = accumulate.window(BATCH)
@@ -63,7 +63,7 @@ def test_parameters_that_were_frozen_in_between_are_refused_and_nothing_moves() 
     assert run(accumulate.window(BATCH), model).made
 
 
-def test_a_torn_update_in_between_is_refused() -> None:
+def test_a_torn_update_before_entering_raises() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulate = Accumulator(model, optimizer, microbatch_size=2, check=False)
@@ -80,7 +80,7 @@ def test_a_torn_update_in_between_is_refused() -> None:
         run(ahead, model)
 
 
-def test_the_noise_is_that_of_the_window_that_is_entered() -> None:
+def test_the_noise_is_that_of_the_entered_window() -> None:
     """The second window is one micro-batch, whose noise cannot be measured."""
     model, meter = mlp(), NoiseMeter(every=1, proxy=False)
     accumulate = Accumulator(
@@ -91,7 +91,7 @@ def test_the_noise_is_that_of_the_window_that_is_entered() -> None:
     assert meter.estimate().windows == 1
 
 
-def test_a_window_is_entered_once_also_after_an_error() -> None:
+def test_a_window_cannot_be_entered_again_after_an_error() -> None:
     model = mlp()
     accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=2, check=False)
     window = accumulate.window(BATCH)
@@ -102,8 +102,8 @@ def test_a_window_is_entered_once_also_after_an_error() -> None:
     assert run(accumulate.window(BATCH), model).made
 
 
-def test_a_second_loop_goes_on_where_the_first_was_left() -> None:
-    """Each sample has its random numbers, whichever loop its micro-batch is in."""
+def test_a_second_loop_continues_after_the_first() -> None:
+    """Each sample keeps its random numbers, whichever loop yields its micro-batch."""
 
     def trained(*, loops: int) -> tuple[list[Tensor], float]:
         torch.manual_seed(5)
@@ -118,8 +118,8 @@ def test_a_second_loop_goes_on_where_the_first_was_left() -> None:
         x = torch.randn(6, 4, dtype=torch.float64)
         with accumulate.window(x) as window:
             for _ in range(loops):
-                for part in window:
-                    window.backward(model(part).square().mean())
+                for microbatch in window:
+                    window.backward(model(microbatch).square().mean())
                     if loops > 1:
                         break
         assert window.update.made
@@ -139,10 +139,10 @@ def _discard(accumulate: Accumulator) -> None:
 
 
 @pytest.mark.parametrize(("call", "name"), [(_save, "state_dict"), (_discard, "discard")])
-def test_saving_and_discarding_while_a_window_ends_are_refused(
+def test_saving_and_discarding_while_a_window_ends_raise(
     call: Callable[[Accumulator], None], name: str
 ) -> None:
-    """A state saved there would hold the whole window beside parameters that have it."""
+    """A state saved there would hold a window that is already in the parameters."""
     model, large = mlp(), mlp()
     optimizer = sgd(model.parameters())
     accumulators: list[Accumulator] = []
@@ -161,12 +161,12 @@ def test_saving_and_discarding_while_a_window_ends_are_refused(
     mse(large, BATCH).backward()
     whole.step()
     for one, other in zip(model.parameters(), large.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # the update was made, once
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # exactly one update was made
     assert accumulate.updates == 1
     call(accumulate)  # between windows both are allowed
 
 
-def test_a_batchnorm_that_trains_by_now_is_refused() -> None:
+def test_a_batchnorm_set_to_training_before_entering_raises() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
     accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=2, check=False)
     model.eval()
@@ -176,7 +176,7 @@ def test_a_batchnorm_that_trains_by_now_is_refused() -> None:
         run(window, model)
 
 
-def test_a_momentum_whose_options_have_changed_is_refused() -> None:
+def test_momentum_options_changed_before_entering_raise() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     accumulate = Accumulator(model, optimizer, microbatch_size=2, check=False, gradient_sum="momentum")
@@ -186,7 +186,7 @@ def test_a_momentum_whose_options_have_changed_is_refused() -> None:
         run(window, model)
 
 
-def test_a_model_that_was_converted_in_between_is_refused() -> None:
+def test_a_model_converted_before_entering_raises() -> None:
     model = mlp(torch.float32)
     accumulate = Accumulator(
         model, sgd(model.parameters()), microbatch_size=2, check=False, gradient_sum=torch.float32
@@ -197,7 +197,7 @@ def test_a_model_that_was_converted_in_between_is_refused() -> None:
         run(window, model)
 
 
-def test_two_loops_in_turns_make_no_update() -> None:
+def test_two_alternating_loops_make_no_update() -> None:
     model = mlp()
     accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=2, check=False)
     before = parameters(model)
@@ -209,18 +209,18 @@ def test_two_loops_in_turns_make_no_update() -> None:
     assert all(map(torch.equal, before, parameters(model)))
 
 
-def test_the_routine_check_counts_the_updates_between_making_and_entering() -> None:
+def test_the_periodic_check_counts_updates_between_opening_and_entering() -> None:
     model, calls = mlp(), [0]
 
-    def loss_fn(part: Any) -> Tensor:
+    def loss_fn(microbatch: Any) -> Tensor:
         calls[0] += 1
-        return mse(model, part)
+        return mse(model, microbatch)
 
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=2)
     batch = rows(32)[0]
     accumulate(batch)
-    ahead = [accumulate.window(batch) for _ in range(119)]  # each when one update was made
+    ahead = [accumulate.window(batch) for _ in range(119)]  # all opened after one update
     before = calls[0]
     for window in ahead:
         run(window, model)
-    assert calls[0] > before, "the loop calls no loss_fn: a check did"
+    assert calls[0] > before, "only a check calls loss_fn"

@@ -1,4 +1,4 @@
-"""Optimizers that wrap another, as Accelerate's, Lightning's, Fabric's and ZeroRedundancyOptimizer do."""
+"""Optimizers that wrap another one, as in Accelerate, Lightning, Fabric and ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from superbatch.torch.window.before_step import BeforeStep
 from tests import forked
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, start_of
 
-_Base: Any = Optimizer  # whose attributes are properties of what is wrapped, as the libraries do
+_Base: Any = Optimizer  # Any: subclasses replace its attributes by properties, as libraries do
 
 
 class ByProperty(_Base):
-    """As Accelerate's: everything is a property of the inner one, and a step may be left out."""
+    """Wrapper as in Accelerate: attributes are properties, and a step may be skipped."""
 
     def __init__(self, optimizer: Optimizer, scaler: Any = None) -> None:
         self.optimizer, self.scaler = optimizer, scaler
@@ -60,11 +60,11 @@ class ByProperty(_Base):
 
 
 class ByDictionary:
-    """As Lightning's: of the class of the inner one, whose attributes it shares."""
+    """Wrapper as in Lightning: of a subclass of the inner class, with shared attributes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        left_out = ("state_dict", "load_state_dict", "step", "zero_grad", "__setstate__")
-        self.__dict__ = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+        excluded = ("state_dict", "load_state_dict", "step", "zero_grad", "__setstate__")
+        self.__dict__ = {name: value for name, value in vars(optimizer).items() if name not in excluded}
         kind = type("Dictionary" + type(optimizer).__name__, (ByDictionary, type(optimizer)), {})
         object.__setattr__(self, "__class__", kind)
         self._optimizer = optimizer
@@ -74,7 +74,7 @@ class ByDictionary:
 
 
 class ByGetattr:
-    """As Fabric's: of the class of the inner one, which it asks for every attribute."""
+    """Wrapper as in Fabric: of a subclass of the inner class, with delegated attributes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -90,7 +90,7 @@ class ByGetattr:
 
 
 class ByShare(_Base):
-    """As ZeroRedundancyOptimizer: the inner one has a share of the parameters, here all of them."""
+    """Wrapper as ZeroRedundancyOptimizer: the inner one has a shard of the parameters, here all."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__([dict(group) for group in optimizer.param_groups], {})
@@ -103,7 +103,7 @@ class ByShare(_Base):
 
 
 class Hidden(_Base):
-    """Keeps the inner one where nobody finds it."""
+    """Wrapper that hides the inner optimizer in a closure."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._get: Callable[[], Optimizer] = lambda: optimizer
@@ -116,7 +116,7 @@ class Hidden(_Base):
 
 
 class History(_Base):
-    """Keeps what it has seen in lists, in an attribute and in an object of its own."""
+    """Optimizer that stores gradients in lists, in an attribute and in another object."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -153,7 +153,7 @@ WRAPPERS: dict[str, Callable[[Optimizer], Any]] = {
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor that is reached through containers and attributes."""
+    """Yield every tensor reached through containers and attributes."""
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, type | str):
         return
@@ -189,25 +189,25 @@ def train(wrap: Callable[[Optimizer], Any], make: Any = adam, size: Any = "large
 
 @pytest.mark.parametrize("size", ["auto", "largest", 3])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_the_update_is_made_by_the_optimizer_inside(name: str, size: Any) -> None:
+def test_the_wrapped_optimizer_makes_the_update(name: str, size: Any) -> None:
     train(WRAPPERS[name], size=size)
 
 
 @pytest.mark.parametrize("size", ["auto", "largest"])
-def test_lists_and_objects_of_an_optimizer_stay_real(size: str) -> None:
+def test_lists_and_objects_of_an_optimizer_hold_real_tensors(size: str) -> None:
     train(lambda optimizer: optimizer, History, size)
 
 
-def test_what_is_inside_is_found() -> None:
+def test_the_wrapped_optimizer_is_found() -> None:
     inner = adam(mlp().parameters())
     other = adam(mlp().parameters())
-    inner.partner = other  # type: ignore[attr-defined]  (a GAN's, say: of other parameters)
+    inner.partner = other  # type: ignore[attr-defined]  (of other parameters, as in a GAN)
     for name, wrap in WRAPPERS.items():
         wrapper = wrap(inner)
         assert wrapped.leaves_of(wrapper) == ([wrapper] if name == "hidden" else [inner])
 
 
-def test_the_prediction_is_that_for_the_optimizer_inside() -> None:
+def test_the_predicted_peak_is_that_of_the_wrapped_optimizer() -> None:
     model, batch = mlp(), rows(10, 1)[0]
 
     def peak(wrap: Callable[[Optimizer], Any]) -> Any:
@@ -242,7 +242,7 @@ def test_an_update_is_made_only_if_the_optimizer_stepped(size: Any) -> None:
     assert not update.made and accumulate.updates == 1
     assert update.skipped == "the optimizer did not step: ByProperty.step() did not step Adam"
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
-    assert schedule.get_last_lr() == rate, "a scheduler counts updates"
+    assert schedule.get_last_lr() == rate, "the scheduler did not step"
     after = wrapper.optimizer.state_dict()["state"]
     assert all(torch.equal(state["state"][i][k], after[i][k]) for i in after for k in after[i])
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -250,7 +250,7 @@ def test_an_update_is_made_only_if_the_optimizer_stepped(size: Any) -> None:
     assert accumulate(batches[1]).made and accumulate.updates == 2
 
 
-def test_a_step_that_is_replaced_by_nothing() -> None:
+def test_a_step_replaced_by_a_no_op_makes_no_update() -> None:
     model, batch = mlp(), rows(10, 1)[0]
     optimizer = adam(model.parameters())
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign,assignment]
@@ -258,7 +258,7 @@ def test_a_step_that_is_replaced_by_nothing() -> None:
     assert accumulate(batch).skipped == "the optimizer did not step: Adam.step() did nothing"
 
 
-def test_a_hidden_one_that_does_not_step() -> None:
+def test_a_hidden_optimizer_that_does_not_step_makes_no_update() -> None:
     class Idle(Hidden):
         def step(self, closure: Any = None) -> None:
             pass
@@ -270,7 +270,7 @@ def test_a_hidden_one_that_does_not_step() -> None:
     assert accumulate(batch).skipped == "the optimizer did not step: Idle.step() did nothing"
 
 
-def test_half_of_an_update_is_an_error() -> None:
+def test_half_of_an_update_raises() -> None:
     model, batch = mlp(), rows(10, 1)[0]
     first, last = ByProperty(adam(model[0].parameters())), adam(model[2].parameters())
     first.gradient_state.sync_gradients = False
@@ -279,7 +279,7 @@ def test_half_of_an_update_is_an_error() -> None:
         accumulate(batch)
 
 
-def test_with_a_scaler() -> None:
+def test_a_wrapped_optimizer_with_a_gradient_scaler() -> None:
     model: Any = mlp(torch.float32)
     wrapper = ByProperty(adam(model.parameters()))
     accumulate = Accumulator(
@@ -302,7 +302,7 @@ def test_with_a_scaler() -> None:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_step_that_fails_is_seen_through_a_wrapper(name: str) -> None:
+def test_a_failed_step_of_a_wrapped_optimizer_is_rolled_back(name: str) -> None:
     model, batch = mlp(), rows(10, 1)[0]
     inner = adam(model.parameters())
 
@@ -318,7 +318,7 @@ def test_a_step_that_fails_is_seen_through_a_wrapper(name: str) -> None:
     before = start_of(model)
     with pytest.raises(KeyError):
         accumulate(batch)
-    assert not inner.state, "new states are taken away again"
+    assert not inner.state, "new state is removed"
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
     handle.remove()
     assert accumulate(batch).made
@@ -327,8 +327,8 @@ def test_a_step_that_fails_is_seen_through_a_wrapper(name: str) -> None:
 # -- mutants -------------------------------------------------------------------------------------------------
 
 
-def _copied_as_before(optimizer: Any) -> Any:
-    """The copy that shares what it does not know."""
+def _shallow_copy(optimizer: Any) -> Any:
+    """Copy that shares unknown attributes."""
     made: Any = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
     made.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
@@ -336,28 +336,28 @@ def _copied_as_before(optimizer: Any) -> Any:
     return made
 
 
-def test_a_mutant_that_does_not_look_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_that_ignores_the_wrapped_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (stand_ins, wrapped):
         monkeypatch.setattr(place, "leaves_of", lambda optimizer: [optimizer])
-    monkeypatch.setattr(stand_ins, "copy_of", _copied_as_before)
+    monkeypatch.setattr(stand_ins, "copy_of", _shallow_copy)
     monkeypatch.setattr(stand_ins, "_restore", lambda holder, contents: None)
-    with pytest.raises(Exception):  # noqa: B017  (the update, or what is made with fake tensors)
+    with pytest.raises(Exception):  # noqa: B017  (a wrong update, or an error of fake tensors)
         train(ByProperty)
 
 
-def test_a_mutant_that_shares_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_that_shares_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand_ins, "_restore", lambda holder, contents: None)
     with pytest.raises(Exception):  # noqa: B017  (as above)
         train(lambda optimizer: optimizer, History)
 
 
-def test_a_mutant_that_believes_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_that_takes_every_step_as_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BeforeStep, "is_unchanged", lambda self, optimizer: False)
     with pytest.raises(AssertionError):
         test_an_update_is_made_only_if_the_optimizer_stepped(3)
 
 
-def test_memory_is_made_sure_of_for_the_optimizer_inside() -> None:
+def test_memory_is_reserved_for_the_wrapped_optimizer() -> None:
     layer = nn.Linear(1000, 500)
     optimizer = adam(layer.parameters())
     for parameter in layer.parameters():
@@ -369,7 +369,7 @@ def test_memory_is_made_sure_of_for_the_optimizer_inside() -> None:
     assert not optimizer.state
 
 
-# -- the libraries themselves --------------------------------------------------------------------------------
+# -- real libraries ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_memory_is_made_sure_of_for_the_optimizer_inside() -> None:
         ("fabric", "largest", "lightning.fabric"),
     ],
 )
-def test_with_the_library_itself(name: str, size: str, library: str) -> None:
+def test_with_the_real_library(name: str, size: str, library: str) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed")
     done = forked.run(["-W", "ignore", "-m", "tests.torch.wrapped_peers", name, size])
     assert done.returncode == 0 and "right" in done.stdout, done.stderr[-2000:]

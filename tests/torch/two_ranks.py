@@ -1,4 +1,4 @@
-"""Two real gloo ranks of a module of the tests, and what each of them has left."""
+"""Run a module of the tests on two gloo ranks, and collect their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from tests.forked import ROOT, Forked
 
-PATIENCE = 120.0  # seconds: a rank that waits for the other waits for ever
+PATIENCE = 120.0  # seconds; a rank without its peer waits forever
 
 
 def found_by_both(
@@ -24,15 +24,15 @@ def found_by_both(
     count: int = 2,
     patience: float = PATIENCE,
 ) -> list[Any]:
-    """Run a module as some ranks; return what each has written to ``RANK.json`` or ``RANK.pt`` of the folder.
+    """Run a module on all ranks; return their results from ``RANK.json`` or ``RANK.pt`` in the folder.
 
     Args:
-        module: its arguments are the rank and the folder, and those that follow.
-        folder: an empty one.
-        arguments: further ones.
-        warnings: of Python, as ``-W`` takes them.
-        count: of the ranks.
-        patience: seconds.
+        module: takes the rank, the folder and `arguments`.
+        folder: an empty folder.
+        arguments: further arguments of the module.
+        warnings: filter for ``python -W``.
+        count: number of ranks.
+        patience: timeout in seconds.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     with ExitStack() as stack:
@@ -47,8 +47,8 @@ def found_by_both(
             for rank in range(count)
         ]
         codes = [rank.wait(patience) for rank in ranks]
-        said = "\n".join(rank.output()[0] for rank in ranks)
-        assert codes == [0] * count, f"the ranks ended with {codes} and said:\n{said}"
+        output = "\n".join(rank.output()[0] for rank in ranks)
+        assert codes == [0] * count, f"the ranks ended with {codes}:\n{output}"
     return [_read(folder, rank) for rank in range(count)]
 
 
@@ -56,7 +56,7 @@ def end_rank() -> NoReturn:
     """End the process of a rank with exit code 0, without the destructors of torch.
 
     The destructor of a DistributedDataParallel that outlives its process group joins a thread of gloo without
-    releasing the GIL, for which that thread may wait: about one program in twenty never ended.
+    releasing the GIL. That thread may wait for the GIL: about one program in twenty deadlocked.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Loops as the documentation has them: `test_typed_loops` runs them, and pyright checks their types."""
+"""Documented loops: `test_typed_loops` runs them, and pyright checks their types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and losses with a known verdict: is the accumulated gradient exact, and if not, why and where."""
+"""Models and losses with a known verdict of `verify`: exact, or a cause in a module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES, FEATURES, CLASSES = 12, 6, 4
 
 @dataclass(frozen=True)
 class Problem:
-    """What `verify` gets."""
+    """Arguments of `verify`."""
 
     model: nn.Module
     loss_fn: Callable[[Any], Any]
@@ -27,13 +27,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """A problem and what must be said about it."""
+    """Problem with the expected verdict of `verify`."""
 
     name: str
     make: Callable[[], Problem]
     kind: str | None = None  # None: exact
     module: str = ""
-    remedy: str = ""  # a part of the remedy's text
+    remedy: str = ""  # substring of the remedy
 
 
 def flat_batch() -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def image_batch() -> tuple[Tensor, Tensor]:
 
 
 def token_batch() -> dict[str, Tensor]:
-    """Ragged labels: 1 to 5 tokens count."""
+    """Return tokens with 1 to 5 labels per sample."""
     ids = torch.randint(1, 11, (SAMPLES, 6))
     labels = torch.randint(0, CLASSES, (SAMPLES, 6))
     for row in range(SAMPLES):
@@ -59,7 +59,7 @@ def supervised(model: nn.Module, batch: Any = None, **options: Any) -> Problem:
 
 
 def embedding(model: nn.Module, loss: Callable[..., Tensor], **options: Any) -> Problem:
-    """Two views of each sample."""
+    """Return a problem with two views of each sample."""
     batch = (torch.randn(SAMPLES, FEATURES), torch.randn(SAMPLES, FEATURES))
     return Problem(model, lambda b: loss(model(b[0]), model(b[1])), batch, options)
 
@@ -97,7 +97,7 @@ def language(loss: Callable[[Tensor, Tensor], Tensor] = token_mean, **options: A
 
 
 class BatchRenorm(nn.Module):
-    """Ioffe 2017 (arXiv:1702.03275): the value of the running statistics, the gradient of the batch."""
+    """Batch renormalization (arXiv:1702.03275): values of running statistics, gradients of the batch."""
 
     mean: Tensor
     std: Tensor
@@ -126,7 +126,7 @@ class HandNorm(nn.Module):
 
 
 class Capacity(nn.Module):
-    """A router whose experts take tokens by their position in the batch until they are full."""
+    """Router whose experts take samples in the order of the batch until they are full."""
 
     def __init__(self, capacity: int | None) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Branch(nn.Module):
 
 
 class Counting(nn.Module):
-    """Changes its state with every forward, and uses it."""
+    """Module whose forward updates and uses a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def info_nce(a: Tensor, b: Tensor) -> Tensor:
 
 
 def triplet(a: Tensor, b: Tensor) -> Tensor:
-    """The hardest negative of the batch."""
+    """Triplet loss with the hardest negative of the batch."""
     distance = torch.cdist(a, b) + 1e3 * torch.eye(len(a), dtype=a.dtype)
     return F.relu((a - b).norm(dim=1) - distance.amin(1) + 5.0).mean()
 
@@ -205,7 +205,7 @@ def per_sample_pairs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def num_items(logits: Tensor, labels: Tensor) -> Tensor:
-    """As Hugging Face models with num_items_in_batch: the sum, divided by the batch's count."""
+    """Sum divided by a constant count, as in Hugging Face models with num_items_in_batch."""
     total = 33  # of the whole batch, a constant
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / total
 
@@ -240,7 +240,7 @@ def class_weighted(**options: Any) -> Problem:
 
 
 def balanced(model: nn.Module) -> Problem:
-    """A balance loss over the batch beside a separable one."""
+    """Return a problem with a separable loss plus a balance loss over the batch."""
     gate = nn.Linear(FEATURES, 2)
 
     def loss_fn(b: Any) -> Tensor:
@@ -258,7 +258,7 @@ def lstm() -> Problem:
 
 
 def wide_rows(model: nn.Module) -> Problem:
-    """The model sees (samples * 3, features): three crops of each sample, flattened."""
+    """Return a problem with three crops per sample, flattened to (samples * 3, features)."""
     batch = (torch.randn(SAMPLES, 3, FEATURES), torch.arange(SAMPLES) % CLASSES)
     loss_fn = lambda b: F.cross_entropy(model(b[0].flatten(0, 1)).unflatten(0, (-1, 3)).mean(1), b[1])  # noqa: E731
     return Problem(model, loss_fn, batch, {})
@@ -345,7 +345,7 @@ NOT_EXACT = [
         "loss_fn",
         'reduction="mean", weight=count_tokens("labels")',
     ),
-    Case("sample weights not stated", sample_weighted, "weight", "loss_fn", 'weight=sample_weights("w")'),
+    Case("sample weights not declared", sample_weighted, "weight", "loss_fn", 'weight=sample_weights("w")'),
     Case("class weights", class_weighted, "weight", "loss_fn", 'weight=class_weights(weight, "1")'),
     Case(
         "sum declared a mean",

@@ -1,4 +1,4 @@
-"""What each of two gloo ranks does for `test_virtual_ranks`; `ddp_worker` runs it."""
+"""Programs of two gloo ranks for `test_virtual_ranks`; `ddp_worker` runs them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def images(samples: int, seed: int = 1) -> dict[str, Tensor]:
-    """Small images with labels; those of the second half look otherwise."""
+    """Return small images with labels; their mean grows with the index, so ranks differ."""
     x = normal(samples, 3, 6, 6, seed=seed) + torch.arange(samples).view(-1, 1, 1, 1) / samples
     return {"x": x, "z": normal(samples, 3, 6, 6, seed=seed + 1), "y": torch.arange(samples) % 3}
 
 
-def part(batch: dict[str, Tensor], rank: int, counts: tuple[int, int]) -> dict[str, Tensor]:
-    """A rank's samples."""
+def rank_samples(batch: dict[str, Tensor], rank: int, counts: tuple[int, int]) -> dict[str, Tensor]:
+    """Return the samples of a rank."""
     return {name: value.split(list(counts))[rank] for name, value in batch.items()}
 
 
@@ -51,13 +51,13 @@ def model_of(make: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
 
 
 def small() -> nn.Module:
-    """BatchNorm of vectors, and one that keeps the mean of all its updates."""
+    """Return a model with BatchNorm1d, and one more with a cumulative average."""
     last = nn.BatchNorm1d(3, momentum=None, affine=False)
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.SiLU(), nn.Linear(5, 3), last)
 
 
 def partly_frozen() -> nn.Module:
-    """A BatchNorm over ranks behind a frozen one and an InstanceNorm, which are over none."""
+    """Return a BatchNorm over ranks after a frozen one and an InstanceNorm, which need no other rank."""
     instances = nn.Unflatten(1, (1, 5)), nn.InstanceNorm1d(1), nn.Flatten()
     return nn.Sequential(
         nn.Linear(4, 5), nn.BatchNorm1d(5).eval(), *instances, nn.Linear(5, 3), nn.BatchNorm1d(3)
@@ -65,7 +65,7 @@ def partly_frozen() -> nn.Module:
 
 
 class TwoTowers(nn.Module):
-    """Two encoders of unequal depth, so that one's backward need not wait for the other's forward."""
+    """Two encoders of unequal depth: the backward of one need not wait for the forward of the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,10 +77,10 @@ class TwoTowers(nn.Module):
 
 
 class Opaque(nn.Module):
-    """A BatchNorm that reads what an operator without a rule has made: a whole tensor.
+    """BatchNorm on the output of an operator without a rule, which is a full tensor.
 
     Args:
-        counts: of the samples over which the operator goes, each by itself; None: all.
+        counts: samples in each group to which the operator is applied; None: one group.
     """
 
     def __init__(self, counts: tuple[int, int] | None = None) -> None:
@@ -90,8 +90,8 @@ class Opaque(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.first(x)
-        parts = rows.split(list(self.counts)) if self.counts else [rows]
-        return self.last(self.norm(torch.cat([rows.cumsum(0) for rows in parts])).relu())
+        groups = rows.split(list(self.counts)) if self.counts else [rows]
+        return self.last(self.norm(torch.cat([rows.cumsum(0) for rows in groups])).relu())
 
 
 def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -99,33 +99,33 @@ def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def means(model: Callable[[Tensor], Tensor], batch: dict[str, Tensor]) -> Tensor:
-    """Of models of rows of four numbers."""
+    """Loss of models that take rows of four features."""
     return model(batch["x"][:, 0, 0, :4]).sin().square().mean()
 
 
 def unrelated(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The losses of two towers, added."""
+    """Sum of separate losses of two towers."""
     short, long = model(batch)
     return short.sin().square().mean() + (long.sin() * long.cos().detach()).mean()
 
 
 def contrastive(rows: Tensor, others: Tensor, first: int) -> Tensor:
-    """Row i belongs to row `first` + i of all."""
+    """Contrastive loss in which row i matches row `first` + i of `others`."""
     logits = 4 * F.normalize(rows, dim=1) @ F.normalize(others, dim=1).T
     return F.cross_entropy(logits, torch.arange(first, first + len(rows)))
 
 
 def info_nce(model: nn.Module, batch: dict[str, Tensor], group: Any) -> Tensor:
-    """Against the embeddings of all ranks, with gradient."""
+    """Contrastive loss against the embeddings of all ranks, with their gradient."""
     a, b = model(batch)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # it is deprecated, and what is in use
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, but in use
         others = torch.cat(all_gather(b, group=group))
     return contrastive(a, others, dist.get_rank(group) * len(a))
 
 
-class Watch:
-    """Notes collectives by kind, and where DDP would reduce by itself."""
+class CollectiveRecorder:
+    """Recorder of collectives, and of reductions by DDP."""
 
     KINDS = ("all_reduce", "all_to_all_single", "all_gather", "broadcast")
 
@@ -133,21 +133,21 @@ class Watch:
         self.seen: list[tuple[str, int]] = []
         self.by_ddp = 0
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CollectiveRecorder:
         self._before = {kind: getattr(dist, kind) for kind in self.KINDS}
         for kind, original in self._before.items():
-            setattr(dist, kind, self._noting(kind, original))
+            setattr(dist, kind, self._recording(kind, original))
         return self
 
-    def _noting(self, kind: str, original: Any) -> Any:
-        def noting(*args: Any, **kwargs: Any) -> Any:
+    def _recording(self, kind: str, original: Any) -> Any:
+        def record(*args: Any, **kwargs: Any) -> Any:
             rows = dist.get_world_size(kwargs.get("group")) if kind == "all_to_all_single" else 1
             self.seen.append((kind, args[-1].numel() // rows))
             return original(*args, **kwargs)
 
-        return noting
+        return record
 
-    def hook(self, _, bucket):  # without annotations: DDP asks for its own types
+    def hook(self, _, bucket):  # no annotations: DDP requires its own types
         self.by_ddp += 1
         future: Any = torch.futures.Future()
         future.set_result(bucket.buffer())
@@ -159,7 +159,7 @@ class Watch:
 
 
 def found(model: nn.Module) -> dict[str, Any]:
-    """Gradients and buffers."""
+    """Return gradients and buffers."""
     return {
         "gradients": {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
@@ -168,14 +168,14 @@ def found(model: nn.Module) -> dict[str, Any]:
 
 
 def synchronise(model: nn.Module, group: Any) -> None:
-    """Make every BatchNorm one over ranks; after DDP, which refuses those that are on no GPU."""
+    """Convert every BatchNorm to SyncBatchNorm, after DDP, which rejects these on a CPU."""
     assert nn.SyncBatchNorm.convert_sync_batchnorm(model, group) is model
 
 
 def wrapped(
     make: Callable[[], nn.Module], group: Any, **ddp: Any
 ) -> tuple[nn.Module, DistributedDataParallel]:
-    """A model with BatchNorm over ranks, and its shell."""
+    """Return a model with BatchNorm over ranks, and its DDP wrapper."""
     model = model_of(make)
     shell = DistributedDataParallel(model, process_group=group, **ddp)
     synchronise(model, group)
@@ -191,27 +191,27 @@ def block(
     counts: tuple[int, int] = COUNTS,
     synchronised: bool = True,
     wrap: bool = True,
-    look: tuple[int, ...] = (),
+    reads: tuple[int, ...] = (),
     over: bool = False,
     paranoid: bool = False,
     before: Callable[[nn.Module], None] | None = None,
     **ddp: Any,
 ) -> dict[str, Any]:
-    """One block on this rank."""
-    model, watch = model_of(make), Watch()
+    """Run one block on this rank; return its results."""
+    model, watch = model_of(make), CollectiveRecorder()
     shell: nn.Module = model
     if wrap:
         shell = DistributedDataParallel(model, process_group=group, **ddp)
-        # Below DDP's register_comm_hook, which is refused.
+        # On the reducer: virtual_batch raises on hooks of DDP.register_comm_hook().
         dist._register_comm_hook(shell.reducer, None, watch.hook)  # pyright: ignore[reportPrivateImportUsage]
     if synchronised:
         synchronise(model, group)
     if before is not None:
         before(shell)
-    batch_of = part(images(sum(counts)), rank, counts)
+    batch_of = rank_samples(images(sum(counts)), rank, counts)
     with watch, virtual_batch(shell, MICROBATCH, paranoid=paranoid, group=group if over else None) as b:
         loss = loss_of(shell, b(batch_of))
-        if rank in look:
+        if rank in reads:
             float(loss.detach())
         loss.backward()
         sweeps = b.report().sweeps
@@ -233,50 +233,50 @@ def gathered(rank: int, group: Any) -> dict[str, Any]:
 
 
 def accumulated(rank: int, group: Any) -> dict[str, Any]:
-    """A block under no_sync, and then one that is reduced; the tensor that was in `.grad` stays the one."""
+    """Run a block under no_sync and then a reduced one, which keeps the `.grad` tensors."""
     model, shell = wrapped(small, group)
-    with Watch() as watch:
+    with CollectiveRecorder() as watch:
         with shell.no_sync(), virtual_batch(shell, MICROBATCH) as batch:
-            means(shell, batch(part(images(64), rank, COUNTS))).backward()
+            means(shell, batch(rank_samples(images(64), rank, COUNTS))).backward()
         reduced = [n for _, n in watch.seen if n == sum(p.numel() for p in model.parameters())]
         held = [parameter.grad for parameter in model.parameters()]
         with virtual_batch(shell, MICROBATCH) as batch:
-            means(shell, batch(part(images(64, seed=9), rank, COUNTS))).backward()
+            means(shell, batch(rank_samples(images(64, seed=9), rank, COUNTS))).backward()
     same = all(p.grad is one for p, one in zip(model.parameters(), held, strict=True))
     return {**found(model), "reduced_first": len(reduced), "same": same}
 
 
 def one_sample(rank: int, group: Any) -> dict[str, Any]:
-    """One value for each channel on the first rank."""
+    """Run a block with one value per channel on the first rank."""
     return block(small, means, rank, group, counts=(1, 5))
 
 
 def other_buffers(shell: nn.Module) -> None:
-    """Buffers that differ between the ranks: DDP gives all those of the first."""
+    """Change buffers of the second rank; DDP broadcasts those of the first."""
     for name, buffer in shell.named_buffers():
         if dist.get_rank() and name.endswith("running_mean"):
             buffer.add_(5.0)
 
 
 def training(rank: int, group: Any, **ddp: Any) -> dict[str, Any]:
-    """Three updates, and then a backward by DDP itself without a block."""
+    """Make three updates, and then run backward in plain DDP without a block."""
     model, shell = wrapped(small, group, **ddp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for seed in (1, 4, 7):
         with virtual_batch(shell, MICROBATCH) as batch:
-            means(shell, batch(part(images(64, seed), rank, COUNTS))).backward()
+            means(shell, batch(rank_samples(images(64, seed), rank, COUNTS))).backward()
         optimizer.step()
         optimizer.zero_grad()
     shell.eval()
-    means(shell, part(images(64, 8), rank, COUNTS)).backward()
+    means(shell, rank_samples(images(64, 8), rank, COUNTS)).backward()
     return found(model)
 
 
 def metrics(rank: int, group: Any) -> dict[str, Any]:
-    """Collectives of the program in the block, after one rank alone has looked at the loss."""
+    """Run collectives of the program in the block, after only one rank has read the loss."""
     model, shell = wrapped(conv_net, group)
     with virtual_batch(shell, MICROBATCH) as batch:
-        loss = cross_entropy(shell, batch(part(images(64), rank, COUNTS)))
+        loss = cross_entropy(shell, batch(rank_samples(images(64), rank, COUNTS)))
         if rank == 0:
             float(loss.detach())
         seen = torch.tensor(COUNTS[rank])
@@ -293,12 +293,12 @@ def metrics(rank: int, group: Any) -> dict[str, Any]:
 
 
 def functional(rank: int, group: Any) -> dict[str, Any]:
-    """The collectives that return their result, with gradient."""
+    """Run functional collectives, with their gradient."""
     model, shell = wrapped(TwoTowers, group)
     names = ("all_gather_single_autograd", "all_gather_tensor_autograd")  # the second before torch 2.13
     gather = next(getattr(functional_collectives, n) for n in names if hasattr(functional_collectives, n))
     with virtual_batch(shell, MICROBATCH) as batch:
-        a, b = shell(batch(part(images(64), rank, EVEN)))
+        a, b = shell(batch(rank_samples(images(64), rank, EVEN)))
         loss = contrastive(a, gather(b, 0, group), 32 * rank)
         total = functional_collectives.all_reduce(loss.detach(), "sum", group) / 2
         loss.backward()
@@ -306,25 +306,25 @@ def functional(rank: int, group: Any) -> dict[str, Any]:
 
 
 def statistics_only(rank: int, group: Any) -> dict[str, Any]:
-    """SyncBatchNorm without DDP: nobody averages the gradients, as in plain PyTorch."""
+    """Run SyncBatchNorm without DDP: gradients are not averaged, as in plain PyTorch."""
     model = model_of(conv_net)
     synchronise(model, group)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="2 ranks are initialised")
         with virtual_batch(model, MICROBATCH) as batch:
-            cross_entropy(model, batch(part(images(64), rank, COUNTS))).backward()
+            cross_entropy(model, batch(rank_samples(images(64), rank, COUNTS))).backward()
     return found(model)
 
 
-def let_go(rank: int, group: Any) -> dict[str, Any]:
-    """What a block leaves behind, without the garbage collector."""
+def freed(rank: int, group: Any) -> dict[str, Any]:
+    """Test that objects of a block are freed without the garbage collector."""
     _, shell = wrapped(small, group)
     gone = []
     gc.disable()
     try:
         for _ in range(3):
             with virtual_batch(shell, MICROBATCH) as batch:
-                means(shell, batch(part(images(64), rank, COUNTS))).backward()
+                means(shell, batch(rank_samples(images(64), rank, COUNTS))).backward()
             session = batch._session
             kept = [weakref.ref(batch), weakref.ref(session.recording), weakref.ref(session.ranks)]
             del batch, session
@@ -335,18 +335,18 @@ def let_go(rank: int, group: Any) -> dict[str, Any]:
 
 
 def alone(rank: int, group: Any) -> dict[str, Any]:
-    """A layer over the ranks of a group with one rank is one within it."""
+    """Run a block whose layers have a group of one rank."""
     groups = [dist.new_group([one]) for one in range(2)]
     model = model_of(conv_net)
     shell = DistributedDataParallel(model, process_group=group)
     synchronise(model, groups[rank])
     with virtual_batch(shell, MICROBATCH) as batch:
-        cross_entropy(shell, batch(part(images(64), rank, COUNTS))).backward()
+        cross_entropy(shell, batch(rank_samples(images(64), rank, COUNTS))).backward()
     return found(model)
 
 
 def again(rank: int, group: Any) -> dict[str, Any]:
-    """Checkpoints: the forward is done again in the backward, its statistics too."""
+    """Run a block with checkpointing, whose backward recomputes statistics."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         assert isinstance(model, nn.Sequential)
@@ -357,7 +357,7 @@ def again(rank: int, group: Any) -> dict[str, Any]:
 
 
 class Experts(nn.Module):
-    """The second rank alone uses one of two layers, nobody the third; and rows of a sparse table."""
+    """Sparse table, and three layers: used by both ranks, by the second rank, and by none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,20 +378,20 @@ def experts(rank: int, group: Any) -> dict[str, Any]:
 
 
 def no_memory_at(count: int) -> Any:
-    """In place of keeping what a later sweep reads: the memory runs out."""
+    """Return a `Store.keep` that runs out of memory after `count` calls."""
     keep, calls = Store.keep, [0]
 
-    def keeping(self: Store, piece: Tensor) -> Any:
+    def keeping(self: Store, rows: Tensor) -> Any:
         calls[0] += 1
         if calls[0] > count:
             raise torch.OutOfMemoryError("no memory")
-        return keep(self, piece)
+        return keep(self, rows)
 
     return keeping
 
 
 def fails_in_a_sweep(rank: int, group: Any, count: int) -> dict[str, Any]:
-    """The second rank has no memory, after some collectives."""
+    """Let the second rank run out of memory after some collectives."""
     kept = Store.keep
     try:
         if rank:
@@ -402,40 +402,40 @@ def fails_in_a_sweep(rank: int, group: Any, count: int) -> dict[str, Any]:
 
 
 def fails(where: str, rank: int, group: Any) -> dict[str, Any]:
-    """The second rank raises."""
+    """Let the second rank raise at `where`."""
     model, shell = wrapped(conv_net, group)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
     with torch.no_grad():
-        shell.eval()(images(2)["x"])  # DDP notes that it has begun
+        shell.eval()(images(2)["x"])  # DDP records its first forward
     shell.train()
-    before, error, watch = fingerprint(shell), "", Watch()
+    before, error, watch = fingerprint(shell), "", CollectiveRecorder()
     try:
         with watch, virtual_batch(shell, MICROBATCH) as batch:
             if rank and where == "start":
                 raise KeyError("user code")
-            data = batch(part(images(64), rank, COUNTS))
+            data = batch(rank_samples(images(64), rank, COUNTS))
             loss = cross_entropy(shell, data)
             if rank and where == "forward":
                 raise KeyError("user code")
-            if where == "looked":  # the other rank is in its first collective by then
+            if where == "read":  # the other rank waits in its first collective
                 if rank:
                     raise KeyError("user code")
                 float(loss.detach())
             loss.backward()
-    except Exception as raised:  # noqa: BLE001  (the test looks at it)
+    except Exception as raised:  # noqa: BLE001  (the test checks it)
         error = f"{type(raised).__name__}: {raised}"
     return {"before": before, "after": fingerprint(shell), "error": error, "collectives": watch.seen}
 
 
-def refused(rank: int, group: Any) -> dict[str, Any]:
-    """What statistics over ranks are not defined for."""
+def unsupported(rank: int, group: Any) -> dict[str, Any]:
+    """Return the errors of unsupported statistics over ranks."""
     errors = []
 
     def twice(model: nn.Module, batch: Any) -> Tensor:
         x = batch["x"][:, 0, 0, :4].detach().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return slope.square().mean()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return gradient.square().mean()
 
     def elsewhere(model: nn.Module, batch: Any) -> Tensor:
         rows = batch["x"][:, 0, 0, :4].T.reshape(1, 4, -1)  # samples in the last dimension
@@ -444,30 +444,30 @@ def refused(rank: int, group: Any) -> dict[str, Any]:
     for loss in (twice, elsewhere):
         try:
             block(small, loss, rank, group, wrap=False, synchronised=False, over=True)
-        except Exception as error:  # noqa: BLE001, PERF203  (the test looks at it)
+        except Exception as error:  # noqa: BLE001, PERF203  (the test checks it)
             errors.append(f"{type(error).__name__}: {error}")
     return {"errors": errors}
 
 
 def copied(rank: int, group: Any) -> dict[str, Any]:
-    """Copies of a model that are made in a block are those of a model outside."""
+    """Copy and save a model in a block; return whether the copies use their own forward."""
     model = model_of(small)
     synchronise(model, None)
     saved = io.BytesIO()
     with virtual_batch(model, MICROBATCH, group=group) as batch:
-        means(model, batch(part(images(64), rank, COUNTS))).backward()
+        means(model, batch(rank_samples(images(64), rank, COUNTS))).backward()
         twin = copy.deepcopy(model)
         torch.save(model, saved)
     saved.seek(0)
     loaded = torch.load(saved, weights_only=False)
     with virtual_batch(twin, MICROBATCH, group=group) as batch:
-        means(twin, batch(part(images(64), rank, COUNTS))).backward()
+        means(twin, batch(rank_samples(images(64), rank, COUNTS))).backward()
     own = [getattr(m.forward, "__self__", None) is m for one in (twin, loaded) for m in one.modules()]
     return {"own": own, "left": ["forward" in vars(m) for m in model.modules()]}
 
 
 def validation(rank: int, group: Any) -> dict[str, Any]:
-    """Without gradients one rank may be alone in a block."""
+    """Run a block without gradients on one rank only."""
     model, shell = wrapped(conv_net, group)
     shell.eval()
     losses = []
@@ -481,7 +481,7 @@ def validation(rank: int, group: Any) -> dict[str, Any]:
 def mutant(
     where: Any, what: str, broken: Any, rank: int, group: Any, *, paranoid: bool = False
 ) -> dict[str, Any]:
-    """The wrong way: with something else in the place of a part."""
+    """Run a block with the attribute `what` of `where` replaced by `broken`."""
     kept = getattr(where, what)
     setattr(where, what, broken)
     try:
@@ -491,13 +491,13 @@ def mutant(
 
 
 def own_rows(rows: list[Tensor], mine: Tensor, group: Any) -> None:
-    """In place of an all-gather: the statistics stay those of the rank."""
+    """Replace the all-gather: statistics stay those of the rank."""
     for row in rows:
         row.copy_(mine)
 
 
 def own_sums(self: Any, recording: Any, mean: Any, sums: Any, count: int) -> Any:
-    """In place of an all-reduce: the sums of the backward stay those of the rank."""
+    """Replace the all-reduce: sums of the backward stay those of the rank."""
     return sums
 
 
@@ -505,7 +505,7 @@ Run = Callable[[int, Any], dict[str, Any]]
 CASES: dict[str, Run] = {
     "virtual_conv": lambda r, g: block(conv_net, cross_entropy, r, g),
     "virtual_conv_even": lambda r, g: block(conv_net, cross_entropy, r, g, counts=EVEN),
-    "virtual_conv_looked_at": lambda r, g: block(conv_net, cross_entropy, r, g, look=(0,)),
+    "virtual_conv_read_early": lambda r, g: block(conv_net, cross_entropy, r, g, reads=(0,)),
     "virtual_conv_paranoid": lambda r, g: block(conv_net, cross_entropy, r, g, paranoid=True),
     "virtual_conv_broadcast": lambda r, g: block(conv_net, cross_entropy, r, g, before=other_buffers),
     "virtual_conv_local": lambda r, g: block(conv_net, cross_entropy, r, g, synchronised=False),
@@ -526,14 +526,14 @@ CASES: dict[str, Run] = {
     ),
     "virtual_resnet": lambda r, g: block(resnet20, cross_entropy, r, g),
     "virtual_small": lambda r, g: block(small, means, r, g),
-    "virtual_towers_looked_at": lambda r, g: block(TwoTowers, unrelated, r, g, look=(1,)),
+    "virtual_towers_read_early": lambda r, g: block(TwoTowers, unrelated, r, g, reads=(1,)),
     "virtual_opaque": lambda r, g: block(Opaque, means, r, g),
     "virtual_gathered": gathered,
     "virtual_one_sample": one_sample,
     "virtual_metrics": metrics,
     "virtual_functional": functional,
     "virtual_statistics_only": statistics_only,
-    "virtual_let_go": let_go,
+    "virtual_freed": freed,
     "virtual_alone": alone,
     "virtual_again": again,
     "virtual_find_unused": lambda r, g: block(conv_net, cross_entropy, r, g, find_unused_parameters=True),
@@ -545,11 +545,11 @@ CASES: dict[str, Run] = {
     "virtual_experts": experts,
     "virtual_fails_start": lambda r, g: fails("start", r, g),
     "virtual_fails_forward": lambda r, g: fails("forward", r, g),
-    "virtual_fails_looked": lambda r, g: fails("looked", r, g),
+    "virtual_fails_read": lambda r, g: fails("read", r, g),
     "virtual_fails_sweep": lambda r, g: fails_in_a_sweep(r, g, 10),
     "virtual_fails_backward": lambda r, g: fails_in_a_sweep(r, g, 24),
     "virtual_fails_nowhere": lambda r, g: fails("", r, g),
-    "virtual_refused": refused,
+    "virtual_unsupported": unsupported,
     "virtual_copied": copied,
     "virtual_validation": validation,
 }

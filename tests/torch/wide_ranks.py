@@ -36,8 +36,8 @@ class _Product(torch.autograd.Function):
         return gradient @ weight.to(x.dtype), gradient.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-class Past(nn.Linear):
-    """A layer whose parameter an `autograd.Function` reads, past every conversion."""
+class BypassLinear(nn.Linear):
+    """Linear layer with an `autograd.Function` that reads the parameter and bypasses conversions."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
@@ -49,15 +49,15 @@ class Past(nn.Linear):
 
 
 def mixed(model: nn.Module, batch: dict[str, Tensor], share: float) -> Tensor:
-    """A mean over tokens, and beside it a share of a mean over samples, which is the wrong term."""
+    """Mean over tokens, plus a share of a mean over samples, which is the wrong term."""
     each = each_token(model(batch["ids"]), batch)
     return each.sum() / batch["lengths"].sum() + share * (each.sum(1) / batch["lengths"]).mean()
 
 
-def train(share: float, *, past: bool = False) -> dict[str, Any]:
-    """Make one update with a loss of which a share is a mean per sample."""
+def train(share: float, *, bypass: bool = False) -> dict[str, Any]:
+    """Make one update with the loss `mixed`; return its results."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(Tokens(Past if past else Attention).bfloat16())
+    model = DistributedDataParallel(Tokens(BypassLinear if bypass else Attention).bfloat16())
 
     def loss_fn(batch: dict[str, Any]) -> torch.Tensor:
         return mixed(model, batch, share)
@@ -66,7 +66,7 @@ def train(share: float, *, past: bool = False) -> dict[str, Any]:
         model, sgd(model.parameters()), loss_fn, microbatch_size=4, weight=count_tokens("labels")
     )
     error = ""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             accumulate(token_batch())
@@ -78,14 +78,14 @@ def train(share: float, *, past: bool = False) -> dict[str, Any]:
     return {
         "error": error,
         "updates": accumulate.updates,
-        "said": [str(one.message) for one in said],
+        "warned": [str(one.message) for one in warned],
         "held": held_parameter(model) is not None,
         "sums": sums,
     }
 
 
 def main(rank: int, folder: Path) -> None:
-    """Run all shares."""
+    """Run the updates of all shares on one rank."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'store'}",
@@ -94,7 +94,7 @@ def main(rank: int, folder: Path) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     found = {str(share): train(share) for share in SHARES}
-    found["past"] = train(0.0, past=True)
+    found["bypass"] = train(0.0, bypass=True)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Train with a real library's optimizer beside the large batch: a program, of which a test is made."""
+"""Compare training with a real library's optimizer to the large batch; `test_wrapped_optimizers` runs it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def train(rank: int, ranks: int, wrap: Any, size: Any) -> None:
 
 
 def zero(parameters: Any) -> Any:
-    """The optimizer whose state is shared out over the ranks."""
+    """Return an optimizer whose state is sharded over the ranks."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
 
     return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.01)
 
 
 def of_rank(rank: int, ranks: int, file: str, size: Any) -> None:
-    """One process of a group."""
+    """Run one process of a group."""
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
     try:
         train(rank, ranks, zero, size)
@@ -48,7 +48,7 @@ def of_rank(rank: int, ranks: int, file: str, size: Any) -> None:
 
 
 def by_ranks(ranks: int, size: Any) -> None:
-    """ZeroRedundancyOptimizer in so many processes."""
+    """Train with ZeroRedundancyOptimizer in `ranks` processes."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(  # pyright: ignore[reportPrivateImportUsage]
             of_rank, (ranks, f"{folder}/group", size), nprocs=ranks, start_method="fork"
@@ -56,7 +56,7 @@ def by_ranks(ranks: int, size: Any) -> None:
 
 
 def by_accelerate(size: Any) -> None:
-    """Accelerate's optimizer, and one that it lets leave out its step."""
+    """Train with Accelerate's optimizer; then let it skip a step."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
     accelerator: Any = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -70,7 +70,7 @@ def by_accelerate(size: Any) -> None:
 
 
 def by_fabric(size: Any) -> None:
-    """Fabric's optimizer."""
+    """Train with Fabric's optimizer."""
     from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
 
     fabric: Any = Fabric(accelerator="cpu", devices=1)
