@@ -47,7 +47,7 @@ def check_reduction(reduction: object, known: Sequence[str] = get_args(Reduction
         return reduction  # pyright: ignore[reportReturnType]  (narrowed by `known`, which pyright cannot follow)
     means = {"mean": "the mean", "sum": "the sum", "total": "a sum that is never divided"}
     raise InputError(
-        f"reduction={reduction!r} is not a reduction. Pass that of the loss of a micro-batch: "
+        f"reduction={reduction!r} is not a reduction. Pass what loss_fn returns for a micro-batch: "
         + ", ".join(f'"{name}" ({means[name]})' for name in known)
         + "."
     )

@@ -79,9 +79,9 @@ def is_scalar(value: Any) -> bool:
 def array_shape(value: Any) -> tuple[int, ...] | None:
     """Return the shape of an array of any framework, or None if the value is not an array.
 
-    An array has a `shape` with a length and can be indexed. An entry of a container that is called "shape"
-    does not make it an array: mappings need `shape` on their class, and fields of tuples and dataclasses do
-    not count.
+    An array has a `shape` with a length and can be indexed. A container is not an array just because one of
+    its entries is called "shape": a mapping needs `shape` on its class, and fields of tuples and dataclasses
+    do not count.
 
     Args:
         value: anything.

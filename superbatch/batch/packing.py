@@ -1,10 +1,10 @@
 # pyright: strict
 """Packing of samples of unequal lengths: the fewest micro-batches under a budget.
 
-* Without sorting, and where padding counts, micro-batches are consecutive samples: of the batch, or of the
-  batch sorted by length. For the cost samples x longest, sorting by length is optimal: no other grouping has
-  fewer micro-batches or a smaller largest one (swapping samples of two micro-batches until the longer ones
-  are together raises neither cost).
+* Without sorting, micro-batches are consecutive samples of the batch. With sorting and padding, they are
+  consecutive samples of the batch sorted by length. For the cost ``samples x longest`` this is optimal: no
+  other grouping has fewer micro-batches or a smaller largest cost. Proof: swap samples of two micro-batches
+  until the longer ones are together; neither cost rises.
 * With sorting and without padding this is bin packing, solved by best fit, largest sample first. It needs at
   most 11/9 of the fewest micro-batches plus a constant (Johnson et al. 1974, doi:10.1137/0203025), and is
   used only if it needs no more than the batch's own order.

@@ -54,8 +54,8 @@ class TokenBudget:
             samples of similar length share a micro-batch, the longest first; without, samples are chosen to
             fill micro-batches evenly. With `PerSampleRandom` each sample keeps its own random stream.
         trim: paths of arrays of shape (samples, length, ...), such as ``("input_ids", "labels",
-            "attention_mask")``. Each micro-batch gets their positions up to the end of its longest sample.
-            Only padding is cut off (in a mask, the positions after the last 1). Use this only if the model's
+            "attention_mask")``. In each micro-batch these arrays end where its longest sample ends. Only
+            padding is cut off (in a mask, the positions after the last 1). Use this only if the model's
             result does not depend on padding at the end.
 
     Raises:

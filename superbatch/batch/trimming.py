@@ -96,8 +96,8 @@ def check_widths(widths: Mapping[str, int]) -> None:
     if len(set(widths.values())) > 1:
         listed = ", ".join(f"{path!r}: {width}" for path, width in widths.items())
         raise InputError(
-            f"trim= names parts that are padded to different lengths: {listed}. Pass only the parts whose "
-            "positions lengths= counts."
+            f"trim= names parts that are padded to different lengths: {listed}. Pass only parts that are "
+            "padded to the length that lengths= refers to."
         )
 
 

@@ -35,7 +35,8 @@ def make_gradient(
         options: options of `Gradient` except `backward` and `scaler`, which come from Accelerate.
 
     Raises:
-        InputError: Accelerate shards the model, or divides losses by its own accumulation steps.
+        InputError: the model was not prepared, or Accelerate shards it or divides losses by its own
+            accumulation steps. The gradient raises it too, when it is called inside ``accumulate()``.
     """
     check_version("accelerate")
     _refuse(accelerator)

@@ -42,8 +42,8 @@ class Exact(Trainer):
 
     Attributes:
         microbatch_size: as in `Gradient`; used if ``gradient_accumulation_steps`` is 1.
-        coupled: True if samples of a batch influence each other, so the loss needs the whole batch. None:
-            True if the batch has ``return_loss`` or the model adds a router loss.
+        coupled: True if samples of a batch influence each other, so the loss needs the whole batch. None
+            detects it: a batch with ``return_loss``, or a model that adds a router loss, is coupled.
 
     Examples:
         >>> class MyTrainer(Exact):
@@ -76,9 +76,9 @@ class Exact(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the micro-batches of one update; empty ones complete a tail.
+        """Return the micro-batches of one update, padded with empty ones at the end of the data.
 
-        The Trainer steps after a fixed number of calls of `training_step`.
+        The Trainer steps after a fixed number of calls of `training_step`, also in a shorter last window.
         """
         if not self._host_is_known:
             self._check_host()
@@ -117,7 +117,7 @@ class Exact(Trainer):
 
         Args:
             model: the model as it is trained, such as in DistributedDataParallel.
-            microbatches: the micro-batches, without those that complete a tail.
+            microbatches: the micro-batches, without the empty ones that `get_batch_samples` added.
             items: the number of items that the Trainer counted.
         """
         model.train()

@@ -71,8 +71,8 @@ class ExactAccumulation(LightningModule):
             batch_idx: its index in the epoch.
 
         Returns:
-            At the last batch, the mean loss over all of them, with the other entries that `training_step`
-            returned for the last one. Before, NaN.
+            For the last batch of an update, the mean loss over all its batches, with the other entries that
+            your `training_step` returned for the last one. For earlier batches, NaN.
         """
         if (windows := self._running()) is None:
             return super().training_step(batch, batch_idx)
@@ -87,10 +87,10 @@ class ExactAccumulation(LightningModule):
         """Step the optimizer; the batch that Lightning runs in this call is the last of its update.
 
         Args:
-            epoch: as in `LightningModule.optimizer_step`.
-            batch_idx: as there.
-            optimizer: as there.
-            optimizer_closure: as there.
+            epoch: see `LightningModule.optimizer_step`.
+            batch_idx: see `LightningModule.optimizer_step`.
+            optimizer: see `LightningModule.optimizer_step`.
+            optimizer_closure: see `LightningModule.optimizer_step`.
         """
         if (windows := self._running()) is None:
             return super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
@@ -101,9 +101,9 @@ class ExactAccumulation(LightningModule):
         """Put the gradient that `training_step` computed into ``.grad``.
 
         Args:
-            loss: as in `LightningModule.backward`.
-            args: as there.
-            kwargs: as there.
+            loss: see `LightningModule.backward`.
+            args: see `LightningModule.backward`.
+            kwargs: see `LightningModule.backward`.
         """
         if (windows := self._running()) is None:
             super().backward(loss, *args, **kwargs)
@@ -111,13 +111,15 @@ class ExactAccumulation(LightningModule):
             windows.attach()
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a value once per update, as the weighted mean over its batches.
+        """Log the weighted mean of a value over the batches of an update, once per update.
+
+        With a ``reduce_fx`` other than the mean, Lightning gets the values of all batches and reduces them.
 
         Args:
-            name: as in `LightningModule.log`.
-            value: as there.
-            args: as there.
-            kwargs: as there.
+            name: see `LightningModule.log`.
+            value: see `LightningModule.log`.
+            args: see `LightningModule.log`.
+            kwargs: see `LightningModule.log`.
         """
         if self._windows is None or not self._windows.note(name, value, *args, **kwargs):
             super().log(name, value, *args, **kwargs)

@@ -143,10 +143,10 @@ class LightningWindows:
         """Record a value that is logged in a window; return False for one logged outside a window.
 
         Args:
-            name: as in `LightningModule.log`.
-            value: as there.
-            args: as there.
-            kwargs: as there.
+            name: see `LightningModule.log`.
+            value: see `LightningModule.log`.
+            args: see `LightningModule.log`.
+            kwargs: see `LightningModule.log`.
         """
         if not self._logged.is_inside:
             return False

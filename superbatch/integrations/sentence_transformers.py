@@ -31,7 +31,7 @@ def cached(loss: nn.Module, *, microbatch_size: int) -> CachedLoss:
 
     Args:
         loss: a loss of sentence-transformers, or your own one that calls its model in the same way.
-        microbatch_size: most samples (rows of a column) in a forward of the model.
+        microbatch_size: the largest number of samples (rows of a column) in one forward of the model.
 
     Returns:
         A loss for `SentenceTransformerTrainer`, or for ``loss(features, labels).backward()``.
@@ -55,7 +55,7 @@ class CachedLoss(nn.Module):
 
     Args:
         loss: the wrapped loss.
-        microbatch_size: most samples in a forward of a model.
+        microbatch_size: the largest number of samples in one forward of a model.
     """
 
     def __init__(self, loss: nn.Module, microbatch_size: int) -> None:

@@ -52,7 +52,7 @@ def check_sum_dtype(choice: DTypeChoice) -> DTypeChoice:
     def is_floating(dtype: Any) -> bool:
         return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
 
-    others = "None (that of the gradients) or a dtype such as jnp.float32"
+    others = "None (the dtype of the gradients) or a dtype such as jnp.float32"
     return check_accumulator_dtype(choice, is_floating, others)
 
 

@@ -110,11 +110,11 @@ def _check_on_empty(call: Call, tried: Tried, programs: Programs, doubted: set[s
 
 
 def _may_agree(call: Call, term: str, counts: str, draw: Draw, doubted: set[str]) -> bool:
-    """Return True if real values may agree with a weight that made-up values contradict.
+    """Return True if the declared weight may be right for real values although it is wrong for made-up ones.
 
-    A weight may sum a mask, and the loss count labels: equal numbers in real data, but not in made-up data.
-    Real values cannot agree in two cases. A weight that reads no array is constant for each number of rows. A
-    weight that reads only the array that the loss counts must count it in another way.
+    Example: the weight sums a mask and the loss counts labels. Both give the same number in real data, but
+    not in made-up data. Two weights are wrong for any values: one that reads no array, as it depends on the
+    number of rows alone, and one that reads just the array that the loss counts, as it counts it differently.
 
     Args:
         call: the call with the weight.
@@ -170,9 +170,10 @@ def _read(call: Call, term: str) -> tuple[frozenset[int], bool]:
 
 
 def _evidence(call: Call, draw: Draw, programs: Programs) -> Tried | None:
-    """Return the evidence of a few rows; if it contradicts the weights, of micro-batches of the true size.
+    """Evaluate a few rows; if they contradict the weights, evaluate micro-batches of the true size instead.
 
-    None if the loss cannot be evaluated, or is not finite.
+    Returns:
+        The evidence; None if the loss cannot be evaluated, or is not finite.
     """
     few = _few(call)
     first = _tried(call, few, draw, programs)

@@ -167,7 +167,7 @@ def counted(call: Call, evidence: Evidence, term: str) -> tuple[str, str] | None
 
 
 def _table(call: Call, tried: Tried, programs: Programs) -> str | None:
-    """Return the path of a split leaf without whose split the declared weight is right; None without one."""
+    """Return the path of a split leaf that must be unsplit for the declared weight to be right, or None."""
     number = -1
     by_place = {argument.where: argument for argument in call.roles.others}
     for where, argument in [*enumerate(call.args), *sorted(call.kwargs.items())]:  # as `probe.inputs_of` does

@@ -62,26 +62,27 @@ def value_and_grad(
         argnums: positions of the arguments to differentiate, as in `jax.value_and_grad`.
         microbatch_size: rows of a micro-batch; the last one may have fewer, without padding.
         steps: the number of near-equal micro-batches, instead of `microbatch_size`.
-        num_real_microbatches: the number of micro-batches to compute, the first ones: an int, or a traced
-            integer (`jax.grad` of the result needs an int). The rows of the others are padding; their entries
-            in aux are zeros. It needs ``layout="contiguous"``.
-        weight: the weight of a micro-batch: None for its number of rows; a function of the arguments that
-            are split, as `fun` gets them, -> scalar; or ``"returned"``: `fun` returns ``(loss, weight)``.
-            For several losses, each divided by its own total weight: a mapping from names to one of these.
-            Then `fun` returns a mapping from the same names to losses (to ``(loss, weight)`` where the weight
-            is ``"returned"``). With ``weight="returned"``, `fun` may also return a mapping from names to
-            ``(loss, weight)``. Returned weights of several losses that depend on the model's output cost a
-            second forward.
+        num_real_microbatches: compute only this many micro-batches, from the first on. The rows of the others
+            are padding, and their entries in aux are zeros. An int or a traced integer; to differentiate the
+            result with `jax.grad`, pass an int. It needs ``layout="contiguous"``.
+        weight: the weight of a micro-batch. None: its number of rows. A function: it is called with the
+            micro-batch's slices of the split arguments and returns a scalar. ``"returned"``: `fun` returns
+            ``(loss, weight)``. For several losses, each divided by its own total weight, pass a mapping from
+            names to such weights. Then `fun` returns a mapping from the same names to losses, or to
+            ``(loss, weight)`` where the weight is ``"returned"``. With ``weight="returned"``, `fun` may also
+            return a mapping from names to ``(loss, weight)``. With several losses, a returned weight that
+            depends on the model's output costs a second forward.
         reduction: whether `fun` returns a ``"mean"`` or a ``"sum"`` over the rows or tokens that the weight
             counts. For several losses, one for all or a mapping from names.
-        has_aux: `fun` returns ``(loss, aux)`` (with a weight ``((loss, weight), aux)``).
+        has_aux: `fun` returns ``(loss, aux)``; with ``weight="returned"``, ``((loss, weight), aux)``.
         aux: ``"stack"`` returns aux with a new leading axis, one entry for each micro-batch; ``"concat"`` is
             for arrays with one entry for each row, and returns them in the order of the batch.
         batch_argnums: positions of the arguments to split: trees of arrays with one row for each sample.
             Every micro-batch gets the scalars in them.
         batch_argnames: names of further arguments to split.
-        in_axes: the axis of the rows, as in `jax.vmap`: an int for all, or an entry for each argument of
-            batch_argnums, then of batch_argnames: an int, None (unsplit), or a tree of these.
+        in_axes: the axis of the rows, as in `jax.vmap`: an int for all arguments, or a list or tuple with one
+            entry for each argument of batch_argnums, then of batch_argnames. An entry is an int, None
+            (unsplit), or a tree of these.
         unsplit: arrays that every micro-batch gets whole, although they are in the batch or have as many rows
             as the batch: a position, a name, or a path in the batch, such as ``"table"``. Any other array
             with as many rows as the batch must be split.

@@ -116,7 +116,7 @@ class Call:
     def weight_of(self, samples: int, positional: Sequence[Any], named: dict[str, Any]) -> Any:
         """Return the declared weight of a micro-batch; for several losses a dict by name.
 
-        For a weight that the function returns with the loss, it is the number of rows instead.
+        If the function returns the weight with the loss, the result is the number of rows, a placeholder.
 
         Args:
             samples: the rows of the micro-batch.

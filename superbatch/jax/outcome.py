@@ -75,10 +75,11 @@ def read(result: Any, form: Form) -> Outcome:
     """
     head, aux, carry = result, None, None
     if form.has_aux or form.has_carry:
-        head, second = _parts(result, (2,), "has_aux or carry_argnum is given", "Return (loss, aux)")
+        wanted = "Return (loss, aux)" if form.has_aux else "Return (loss, state)"
+        head, second = _parts(result, (2,), "has_aux or carry_argnum is given", wanted)
         if form.has_aux and form.has_carry:
             aux, carry = _parts(
-                second, (2,), "has_aux and carry_argnum are both given", "Return (loss, (aux, carry))"
+                second, (2,), "has_aux and carry_argnum are both given", "Return (loss, (aux, state))"
             )
         else:
             aux, carry = (second, None) if form.has_aux else (None, second)
@@ -130,14 +131,17 @@ def _terms(head: Any, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
 def _parts(value: Any, lengths: tuple[int, ...], why: str, do: str) -> tuple[Any, ...]:
     if isinstance(value, tuple | list) and len(value) in lengths:
         return tuple(value)
-    raise LossSpecError(f"The function returns a {type(value).__name__}, but {why}. {do}.")
+    given = f" of {len(value)} entries" if isinstance(value, tuple | list) else ""
+    raise LossSpecError(f"The function returns a {type(value).__name__}{given}, but {why}. {do}.")
 
 
 def _scalar(value: Any, what: str) -> Any:
     array = jnp.asarray(value) if isinstance(value, int | float) or hasattr(value, "dtype") else None
     if array is not None and array.shape == () and jnp.issubdtype(array.dtype, jnp.floating):
         return array
-    given = type(value).__name__ if array is None else f"shape {array.shape} and dtype {array.dtype}"
+    kind = f"type {type(value).__name__}"
+    given = kind if array is None else f"shape {array.shape} and dtype {array.dtype}"
     raise LossSpecError(
-        f"The function returns a {what} of {given}, which has no gradient. Return a floating-point scalar."
+        f"The function returns a {what} of {given}, not a floating-point scalar. Return one, such as "
+        "jnp.mean(losses)."
     )

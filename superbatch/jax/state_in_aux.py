@@ -44,7 +44,7 @@ def refuse_state_in_aux(aux: Any, call: Call) -> None:
 
 def _refused(reason: str) -> LossSpecError:
     return LossSpecError(
-        f"{reason}, so it is a state, but a micro-batch does not get the aux of the one before. "
+        f"{reason}, so it is a state, but aux is not passed on to the next micro-batch. "
         "Pass the state by position, pass this position as carry_argnum= and return (loss, state), or "
         "(loss, (aux, state)) with has_aux; or pass check=False to stack aux nevertheless."
     )

@@ -18,7 +18,7 @@ class Stats(NamedTuple):
         weight: ``W``, the total weight of the micro-batches that took part; with 0 the loss is NaN and the
             gradient 0. For several losses it is 1, or 0 if none has weight.
         samples: the number of samples of these micro-batches.
-        microbatches: the number of all micro-batches.
+        microbatches: the number of computed micro-batches on all devices, without padding.
         dropped: the number of micro-batches left out as not finite (``nonfinite="skip_microbatch"``).
         a2: ``sum (w_i / W)^2 |g_i|^2``, see `superbatch.noise`; None without ``noise=True``.
         b2: ``|g|^2`` of the batch's gradient.

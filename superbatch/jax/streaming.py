@@ -113,9 +113,10 @@ def multi_steps(
 
     Returns:
         A transformation whose ``update`` takes two more arguments. `weight` is the weight of the micro-batch
-        (default: 1); with weight 0 it contributes nothing, even if it is NaN. `flush` ends the window with
-        this micro-batch, to update with a tail. A window of weight 0 makes no update. Further arguments are
-        passed to the optimizer. To end a window without a micro-batch, call the function `flush`.
+        (default: 1). With ``reduction="mean"``, a micro-batch of weight 0 contributes nothing, even if its
+        gradient is NaN. ``flush=True`` ends the window with this micro-batch, for a shorter last window. A
+        window of weight 0 makes no update. Further arguments are passed to the optimizer. To end a window
+        without a micro-batch, call the function `flush`.
 
     Raises:
         InputError: an option has an unknown value; or, when called, `should_skip_update_fn` does not return

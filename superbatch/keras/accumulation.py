@@ -69,15 +69,15 @@ def accumulate(
             micro-batches. Raise if a layer or a loss couples rows, or a weight does not fit its loss.
 
     Returns:
-        The model on which to call `fit` and `train_on_batch`. A batch of weight 0 (all W are 0) makes no
-        update (on several replicas one with a gradient of 0), and does not count in the mean loss of its
-        epoch.
+        The model on which to call `fit` and `train_on_batch`. A batch of weight 0 (all W are 0) does not
+        count in the mean loss of its epoch and makes no update; on several replicas it makes an update with
+        a gradient of 0.
 
     Raises:
         InputError: an option has a wrong value; the model is not compiled or has a `train_step` of its own;
-            a layer is stateful, a SpectralNormalization, or a BatchNormalization with ``renorm=True``
-            or (with ``batchnorm="per_microbatch"``) a mask; when training begins: a forward changes
-            variables of layers, or `model` was compiled again.
+            or a layer is not supported: a stateful layer, SpectralNormalization, BatchNormalization with
+            ``renorm=True``, or with a mask under ``batchnorm="per_microbatch"``. When training begins: a
+            forward changes variables of layers, or `model` was compiled again.
         CoupledSamplesError: the model has BatchNormalization in training; when training begins: a layer or
             a loss couples rows.
         OptimizerError: the optimizer accumulates by itself.
@@ -95,7 +95,7 @@ def accumulate(
         2
 
     See Also:
-        https://keras.io/guides/custom_train_step_in_tensorflow/ on what a train step is.
+        https://keras.io/guides/custom_train_step_in_tensorflow/ on train steps.
     """
     options = check_options(Options(microbatch_size, loss_weight, batchnorm, nonfinite, check))
     model = plain(model) if is_accumulating(model) else model

@@ -127,7 +127,7 @@ class Comparison:
         return [number for number, pair in enumerate(pairs) if not _same(*pair, self.bound)]
 
     def _moved(self) -> list[str]:
-        """Return the paths of variables with other values after the forward of all rows than of the parts."""
+        """Return the paths of variables whose values differ between one forward and forwards of the parts."""
         whole, apart = self.whole.state, self.apart.state
         return sorted(
             path

@@ -17,7 +17,7 @@ from .terms import Term
 
 CLOSE = 1e-3  # relative difference of two losses that are the same but for rounding
 MIXING = ("MixUp", "CutMix")  # augmentations of keras.layers that blend each row with another one
-WAY_OUT = "or pass check=False to accumulate to train with another update than that of the whole batch."
+WAY_OUT = "or call accumulate(..., check=False) to train with a different update than the whole batch's."
 
 
 def coupled_layer(model: Any, layer: Any | None, rows: list[int]) -> CoupledSamplesError:

@@ -170,9 +170,9 @@ def _comparison(
     Args:
         model: the accumulating model.
         options: the arguments of `accumulate`.
-        first: the model's variables with values.
-        otherwise: the same with other values, for a loss that is not finite at the first.
-        rows: the batch, the numbers of the rows to take, and the parts: positions in these rows.
+        first: the model's variables with the values to try first.
+        otherwise: the variables with other values, to try if the loss is not finite with `first`.
+        rows: the batch; the numbers of the rows to take; for each part, the positions of its rows among them.
 
     Raises:
         InputError: the model predicts NaN for these rows, or reads other rows by their index.

@@ -18,9 +18,9 @@ d_2 < d_1.
 
 The loss moves significantly if the lower end of the interval of ``F_2 - F_1`` is above 0, and ``2 F_0 - F_2
 <= 1.1``. This includes a loss that rises and falls within a few updates, such as after a restart of the
-learning rate: it is not linear, so a part of it stays in F_0. Shared noise gives F_2 = F_1 = F_0. For a
-random walk, ``F_2 - F_0`` is at least ``F_0 - 1``. The same holds for a stationary process if successive
-windows have a correlation of 0.6 or more.
+learning rate: it is not linear, so a part of it stays in F_0. Shared noise gives F_2 = F_1 = F_0, so
+``2 F_0 - F_2 = F_0`` stays above 1.1. A random walk of the loss has ``2 F_0 - F_2 <= 1``, and so has a
+stationary loss whose successive windows have a correlation of 0.6 or more.
 
 At constant parameters, gradients can replace losses (`superbatch.torch.tuning.independence`). They detect
 more. In training their noise moves the parameters, which raises F_1 by about rate x curvature. Error rates
@@ -115,8 +115,8 @@ class IndependenceTest:
     def centre(self) -> float:
         """Return the last window's loss, around which to compute the spread of the next window.
 
-        The expected variance is unbiased around any number known before the window. With unequal weights, a
-        number far from the loss makes it noisy.
+        The estimate of the expected variance is unbiased around any number that is known before the window.
+        With unequal weights, a number far from the loss makes the estimate noisy.
         """
         return 0.0 if self._centre is None else self._centre
 

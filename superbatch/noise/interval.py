@@ -128,7 +128,8 @@ NO_CORRELATION = 1.5
 """Correlations of n windows below this over sqrt(n) count as zero."""
 
 TO_COME = 0.5
-"""Weight of one assumed further window like the noisiest so far, relative to the weight of the newest."""
+"""For the upper end, one more window as noisy as the noisiest so far is assumed, with this share of the
+weight of the newest window."""
 
 FORGOTTEN = 0.1
 """The noisiest window decays by this power of beta per window."""

@@ -37,8 +37,8 @@ POWERS = (1, 2)
 """Measured powers of Adam's preconditioner besides 0, which is the plain gradient."""
 
 PROXY, PROXY_BESIDE = "proxy", "proxy, beside the gradient"
-"""Names of two averages of single samples' gradients: over all windows with them, and over those of these
-windows in which the whole gradient was measured too."""
+"""Names of two averages of the proxy: over all windows in which it was measured, and over the windows in
+which the noise scale of the whole gradient was measured as well."""
 
 FEWEST_WINDOWS = 8
 """Fewest windows for a noise scale; with fewer, Student's t makes the interval too wide to be useful."""
@@ -105,7 +105,7 @@ class NoiseMeter:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller without types)
-                raise InputError(f"{name}={value!r} is not a positive int. Pass one.")
+                raise InputError(f"{name}={value!r} is not a positive int. Pass a positive int.")
         self.beta, self.every, self.data_size = beta, every, data_size
         self.preconditioned, self.proxy = bool(preconditioned), bool(proxy)
         self._begin()

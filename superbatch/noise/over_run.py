@@ -36,8 +36,8 @@ def noise_over_run(
     counts = [1.0] * len(scales) if samples is None else list(samples)
     if not scales or min(scales) <= 0 or batch_size <= 0:
         raise InputError(
-            f"noise={scales} needs at least one number, and all of them and batch_size={batch_size} must be "
-            "positive. Leave out stretches whose noise scale is not determined."
+            f"noise={scales} with batch_size={batch_size} is empty or has a number that is not positive. "
+            "Pass positive numbers, and leave out stretches whose noise scale is not determined."
         )
     progress = [n / (1 + batch_size / each) for n, each in zip(counts, scales, strict=True)]
     return math.fsum(progress) / math.fsum(p / each for p, each in zip(progress, scales, strict=True))

@@ -51,7 +51,8 @@ class WholeValue:
         operation: the operator.
         backward: True if it ran in a backward pass.
         times: number of such values.
-        nbytes: their bytes in total. `CouplingReport.whole_on_device` is the peak of such bytes.
+        nbytes: their bytes in total, over the whole block. `CouplingReport.whole_on_device` is the peak: the
+            largest number of bytes that exist at the same time.
 
     Examples:
         >>> WholeValue("head", "aten.sort.default", backward=False, times=1, nbytes=4096).nbytes
@@ -80,13 +81,13 @@ class CouplingReport:
         repeated: how many of these were recomputed because their result was not stored.
         kept_on_device: largest number of bytes stored for all samples at a time, on the device.
         kept_on_host: largest number of bytes stored for all samples at a time, in the host's memory.
-        unknown: operators without a rule whose results affect no sample (such as a metric), in order, with
-            the bytes gathered for them.
-        whole: values for the whole batch that existed as one tensor, in a forward or backward: rows taken
-            out of the batch, gathered embeddings and their gradient, inputs and results of operators that run
-            on the whole batch.
-        whole_on_device: largest number of bytes of `whole` at a time. These values stay on the device even
-            beyond its budget, and reduce the budget for stored values.
+        unknown: operators for which superbatch has no rule, but whose results affect no sample, such as a
+            metric; in order, with the bytes gathered for each.
+        whole: full values: values for the whole batch that existed as one tensor, in a forward or backward.
+            They are rows selected from the batch, gathered embeddings and their gradient, and inputs and
+            results of operators that run on the whole batch.
+        whole_on_device: largest number of bytes of `whole` at a time. These values stay on the device even if
+            they exceed `device_budget`, and count against it.
 
     Examples:
         >>> report = CouplingReport(8, 2, (), 0, 1, 10, 20, 0, 0, 0)

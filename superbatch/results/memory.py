@@ -120,7 +120,7 @@ class MemoryReport:
         device: device of the memory.
         how: method of the prediction.
         predicted: peaks of some sizes, ascending.
-        error: largest relative difference between these and the curve that interpolates them.
+        error: largest relative difference between `predicted` and the curve that interpolates it.
         measured: peaks of real micro-batches, ascending in samples.
         limit: the memory that was available.
         largest: the largest size that fits; 0 if none does.

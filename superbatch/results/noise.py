@@ -19,10 +19,10 @@ class Independence:
         verdict: ``"shared"``: micro-batches share noise, which counts as signal, so the noise scale is too
             small. ``"even"``: windows vary less than independent draws would, so the noise scale is too
             large. None: no deviation was found, or there are too few windows.
-        ratio: variance between windows over the variance that their micro-batches explain, the smaller of F_1
-            and F_0 (see `superbatch.noise.independence`), so that a falling loss does not count; 1 for
-            independent draws; infinite if micro-batches are copies; None if not known.
-        low: smallest lower end of the intervals of the test (see `superbatch.noise.independence`).
+        ratio: variance between windows over the variance that their micro-batches explain; 1 for independent
+            draws, infinite if micro-batches are copies, None if not known. A loss that only falls does not
+            raise it: it is the smaller of F_1 and F_0 (see `superbatch.noise.independence`).
+        low: smallest lower end of the intervals of F_0, F_1 and F_2.
         high: largest upper end of the intervals of F_1 and F_2.
         triples: number of triples of windows compared; a verdict needs 20.
         by: the compared quantity.
@@ -56,7 +56,7 @@ class Independence:
             # While parameters move, a loss that jumps from update to update looks the same.
             jumps = (
                 ". If they already are shuffled, the loss jumps between updates: lower the learning rate, or "
-                "test at rest with superbatch.torch.tuning.independence.independence_at_rest()"
+                "test at constant parameters with superbatch.torch.tuning.independence.independence_at_rest()"
                 if self.by == "losses"
                 else effective
             )
@@ -164,7 +164,7 @@ class NoiseProxy:
 
     @property
     def calibrated(self) -> float | None:
-        """Return the noise scale of all parameters by the proxy: `factor` times `batch_size`."""
+        """Return the noise scale of all parameters that the proxy predicts: `factor` times `batch_size`."""
         return None if self.batch_size is None or self.factor is None else self.factor * self.batch_size
 
 

@@ -28,7 +28,7 @@ class RanksReport:
 
     Examples:
         >>> print(RanksReport("FSDP2", 8, "window", kept=2**30, shards=2**27, why="as passed"))
-        FSDP2 over 8 ranks: gradients are reduced once in a window (as passed); 1.00 GiB of them until then...
+        FSDP2 over 8 ranks: gradients are reduced once in a window (as passed); 1.00 GiB of gradients are...
     """
 
     kind: str
@@ -46,8 +46,8 @@ class RanksReport:
         if self.reduced == "window":
             when = "once in a window"
             less = f", {shards} if reduced after each micro-batch" if self.shards else ""
-            bytes_ = f"{kept} of them until then{less}"
+            bytes_ = f"{kept} of gradients are kept until then{less}"
         else:
             when = "after each micro-batch"
-            bytes_ = f"{shards} of them until the end of a window, {kept} if reduced once in a window"
+            bytes_ = f"{shards} of gradients are kept until the end of a window, {kept} if reduced once"
         return f"{over}: gradients are reduced {when} ({self.why}); {bytes_}"

@@ -47,11 +47,12 @@ class Survey:
 
     Attributes:
         what: the changed option.
-        values: its value at each point, in the leading parameter group; increasing.
+        values: its value at each point, in the leading parameter group (the one with the largest value);
+            increasing.
         losses: weighted mean loss of each window, before the update of the point.
         smooth: the debiased exponential mean of `losses`.
         suggestions: suggested values of the option.
-        stopped: why the survey ended before its last point; None if it did not.
+        stopped: reason for an end before the last point; None if the survey reached its last point.
         low: the first value of the ramp.
         high: the last value of the ramp.
         updates: number of points of the whole ramp.

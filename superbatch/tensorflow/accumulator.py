@@ -33,7 +33,7 @@ class Accumulator(tf.Module):
             several replicas, create them within ``strategy.scope()``.
         reduction: whether the loss of a micro-batch is a ``"mean"`` or a ``"sum"``.
         accumulator_dtype: the dtype in which gradients are summed: ``"auto"`` for float32 or wider, None for
-            the dtype of their variable, or a dtype.
+            the dtype of the variable, or a dtype.
         max_grad_norm: the largest 2-norm of the gradient of the batch over all replicas, without a loss
             scale; a longer gradient is scaled down as by `tf.clip_by_global_norm`.
         max_grad_value: the largest magnitude of an element of the gradient.
@@ -91,7 +91,7 @@ class Accumulator(tf.Module):
                 micro-batches count the same. A number, or a scalar tensor of int32, int64, float32 or
                 float64. In a `tf.function` pass a tensor: each new number is a new trace. With a mean, a
                 micro-batch of weight 0 contributes nothing, even if it is NaN.
-            loss: the loss of the micro-batch as differentiated, without a loss scale, for `Applied.loss`.
+            loss: the unscaled loss of the micro-batch, for `Applied.loss`.
             samples: the number of samples of the micro-batch, for the noise (default: its weight).
 
         Raises:
@@ -117,9 +117,9 @@ class Accumulator(tf.Module):
         """Check on a few rows that this weight combines the losses of micro-batches to that of the batch.
 
         ``add`` gets only gradients, which do not show a wrong weight, or a layer or loss that couples rows.
-        Call this check once before training, eagerly. It compares loss and gradient of at most 8 rows at once
-        with those of two unequal parts, and repeats this twice with other parts. It makes no update, but
-        the forwards change layers such as BatchNormalization.
+        Call this check once before training, eagerly. It evaluates at most 8 rows, once as a whole and once
+        in two unequal parts, and compares loss and gradient. It repeats this twice with other rows. It makes
+        no update, but the forwards change layers such as BatchNormalization.
 
         Args:
             loss: a function ``(*batch) -> scalar``: the loss that the loop differentiates, without dropout
@@ -163,7 +163,8 @@ class Accumulator(tf.Module):
         Raises:
             LossSpecError: the losses are sums, and the weight of the window is 0; the window is dropped.
             NonFiniteError: the gradient is not finite (``nonfinite="raise"``); the window is dropped.
-            OptimizerError: one call of this optimizer is not one update; the window is kept.
+            OptimizerError: one call of this optimizer is not one update, or no variable has a gradient; the
+                window is kept.
             WindowError: it is called inside of a strategy.
 
         Examples:

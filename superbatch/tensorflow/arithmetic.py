@@ -50,7 +50,7 @@ def check_sum_dtype(choice: DTypeChoice) -> DTypeChoice:
     def is_floating(dtype: Any) -> bool:
         return bool(tf.as_dtype(dtype).is_floating)
 
-    others = "None (that of the variables) or a dtype such as tf.float32"
+    others = "None (the dtype of the variables) or a dtype such as tf.float32"
     return normalize.check_accumulator_dtype(choice, is_floating, others)
 
 
@@ -71,13 +71,13 @@ def as_count(value: Any, name: str) -> Any:
     value = tf.convert_to_tensor(value)  # a variable is a tensor, too
     if value.dtype in TOO_SHORT_TO_COUNT or value.dtype.is_complex or value.dtype == tf.bool:
         raise InputError(
-            f"{name} has the dtype {value.dtype.name}, which is too short to count in (bfloat16 counts to "
-            "256) or not real. Count in int32, int64, float32 or float64: tf.reduce_sum(tf.cast(mask, "
-            "tf.float32))."
+            f"{name} has the dtype {value.dtype.name}, which cannot hold a count: it is not real, or counts "
+            "only up to 256 (bfloat16) or 2048 (float16). Count in int32, int64, float32 or float64: "
+            "tf.reduce_sum(tf.cast(mask, tf.float32))."
         )
     if not value.shape.is_compatible_with(()):
         raise InputError(
-            f"{name} has the shape {value.shape}, but the weight of a micro-batch is one number. Pass the "
+            f"{name} has the shape {value.shape}, but must be one number for each micro-batch. Pass the "
             "number of samples or tokens as a scalar, such as tf.reduce_sum(mask)."
         )
     if is_known(value):

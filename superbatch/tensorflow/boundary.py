@@ -186,8 +186,8 @@ def _no_divisor() -> LossSpecError:
 
 def _unknown_pattern() -> WindowError:
     return WindowError(
-        "The window has gradients for a set of variables that no call of add() had when apply() was traced, "
-        "so the graph of apply() has no branch for it; nothing was updated, and the window was dropped. Call "
+        "apply() was traced before any add() with this window's set of variables that have a gradient, so its "
+        "graph has no branch for this set; nothing was updated, and the window was dropped. Call "
         "each function that calls add() once before the first call of the function that calls apply()."
     )
 

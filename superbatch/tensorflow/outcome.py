@@ -11,8 +11,8 @@ class Applied(NamedTuple):
     """Result of `Accumulator.apply`; scalar tensors.
 
     Attributes:
-        made: bool: whether the optimizer was called with the gradient of the batch. False if ``weight`` is 0,
-            or if the gradient is not finite.
+        made: bool: whether an update was made. False if ``weight`` is 0, or if the gradient is not finite (a
+            LossScaleOptimizer is called then too, and skips the update).
         weight: float64: ``W``, the total weight of the micro-batches that took part, over all replicas.
         loss: float64: the loss of the batch; NaN unless every call of ``add`` had ``loss=``.
         grad_norm: float64: 2-norm of the batch's gradient before clipping, without a loss scale.

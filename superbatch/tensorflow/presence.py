@@ -45,10 +45,9 @@ def unions(patterns: Iterable[Pattern]) -> list[Pattern]:
         formed |= {pattern} | {pattern | other for other in formed}
         if len(formed) > MOST:
             raise WindowError(
-                "The gradients of micro-batches are None for different variables each time: a window can "
-                f"have gradients for more than {MOST} different sets of variables, and a graph would need a "
-                "branch for each. Call apply() eagerly, or pass zeros in place of None for variables to "
-                "update in every window."
+                f"A window may have gradients for more than {MOST} different sets of variables, and the "
+                "graph of apply() would need a branch for each set. Call apply() eagerly, or pass zeros in "
+                "place of None to add()."
             )
     return sorted(formed, key=lambda pattern: (len(pattern), sorted(pattern)))
 

@@ -37,6 +37,9 @@ class Accumulator:
     The update is that of the real large batch: gradients are summed with the weight ``w_i / W`` of each
     micro-batch (``1 / W`` for a sum; see `superbatch.normalize`), then clipped and applied once.
 
+    `MasterWeights` is in `superbatch.torch.masters`; `ClipValue`, `Split` and the objects for `participants`
+    are in `superbatch.torch.options`.
+
     Args:
         model: the model, or a list of models, that `loss_fn` uses and the optimizer updates.
         optimizer: a torch optimizer, or a list of optimizers that own different parameters. Wrap an
@@ -70,9 +73,10 @@ class Accumulator:
         observers: a `superbatch.NoiseMeter` that measures how noisy the gradient is.
         split: a `Split` for the parts of a batch that are not tensors with the samples in dimension 0.
         check: compare the loss of micro-batches with the losses of their parts; each check calls `loss_fn` a
-            few times. A wrong `reduction` or `weight` raises before the update. The first window is checked,
-            and later ones that allow a new comparison (the first loss that is not 0, the first unequal counts
-            of labels). From window 10 on, a check may follow each time the number of windows has doubled.
+            few times. A wrong `reduction` or `weight` raises before the update. The first window is checked.
+            A later window is checked if it shows something new (the first loss that is not 0, the first
+            unequal counts of labels), and from window 10 on if the number of windows has doubled since the
+            last check.
         sync: how ranks share a window. ``"auto"`` follows the model's wrapper or sharding, and raises if
             several ranks are initialised and the model is neither wrapped nor sharded. ``"all_reduce"`` sums
             the gradients of such a model over all ranks, once per window. None: this rank trains alone. For
@@ -249,8 +253,8 @@ class Accumulator:
                 in any order. If a window was open, pass its batch next.
 
         Raises:
-            InputError: `state` is not from `state_dict`, its noise was measured with another `beta`, or its
-                master weights do not fit.
+            InputError: `state` is not from `state_dict`, its `NoiseMeter` had another `beta`, or its master
+                weights do not fit.
             WindowError: a window is open.
         """
         self.engine.load_state_dict(state)

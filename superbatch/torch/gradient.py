@@ -38,8 +38,8 @@ class Gradient:
     The result is that of ``loss.backward()`` on the real large batch: the gradient is normalised by the
     weight of the batch, summed over the ranks of DistributedDataParallel, and not clipped. No optimizer
     steps. As in an `Accumulator`, the loss is checked, a micro-batch that runs out of memory is repeated in
-    smaller ones, and low-precision gradients are summed in float32. A failure leaves ``.grad`` and everything
-    else as before.
+    smaller ones, and long sums of low-precision gradients are made in float32 (see `gradient_sum`). A failure
+    leaves ``.grad`` and everything else as before.
 
     Args:
         models: the model, or a list of models; the gradients of all their trainable parameters are added.
@@ -48,9 +48,9 @@ class Gradient:
             `gradient_sum` (without ``"momentum"``), `participants`, `observers`, `split`, `check` and `sync`.
         scaler: a `torch.amp.GradScaler` that scales each loss. The gradient stays scaled, as after
             ``scaler.scale(loss).backward()``, and an overflow stays in it for ``scaler.step()`` to find.
-        backward: another library's backward, such as ``accelerator.backward``, called with each scaled loss
-            in place of ``loss.backward()``. It must not divide the loss. If it scales by a GradScaler, pass
-            that as `scaler` too.
+        backward: another library's backward, such as ``accelerator.backward``, called with each weighted loss
+            in place of ``loss.backward()``. It must not divide the loss. If it scales the loss by a
+            GradScaler, pass that as `scaler` too; the loss is then scaled by `backward` alone.
 
     Attributes:
         engine: internal object that opens and runs the windows; integrations with other libraries use it.

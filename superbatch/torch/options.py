@@ -148,11 +148,13 @@ class ClipValue:
 
 
 def _modules(modules: Sequence[object], name: str) -> tuple[nn.Module, ...]:
-    # Also a class raises, as in FrozenBatchNorm(nn.BatchNorm2d).
+    # A class raises too, as in FrozenBatchNorm(nn.BatchNorm2d).
     found = tuple(module for module in modules if isinstance(module, nn.Module))
     if len(found) != len(modules):
         other = next(module for module in modules if not isinstance(module, nn.Module))
-        raise InputError(f"{name}({other!r}) takes modules. Pass the model, or some of its BatchNorms.")
+        raise InputError(
+            f"{name}() got {other!r}, which is not a module. Pass the model, or some of its BatchNorms."
+        )
     return found
 
 

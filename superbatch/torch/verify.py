@@ -21,7 +21,7 @@ from .options import NOT_DECLARED, FrozenBatchNorm, PerSampleRandom, Split
 from .window.options import check_lists, check_split
 from .window.validation import as_models, check_choice
 
-# The rounding of float64 sums of some thousand terms is smaller.
+# The rounding error of a float64 sum of a few thousand terms is smaller.
 TOLERANCE = 1e-12
 
 
@@ -59,8 +59,8 @@ def verify(
         reduction: how `loss_fn` reduces, as in `Accumulator`.
         weight: weight of a micro-batch, as in `Accumulator`. Each term of a loss with several terms is
             verified by itself, so that a large term does not hide an error in another.
-        participants: as in `Accumulator`. `PerSampleRandom` gives each sample a random stream in both
-            passes; `FrozenBatchNorm` freezes BatchNorm in both. Other participants have no effect.
+        participants: as in `Accumulator`. `PerSampleRandom` and `FrozenBatchNorm` apply to the whole batch
+            and to its micro-batches. Other participants have no effect.
         split: as in `Accumulator`, for parts that are not tensors with the samples in dimension 0.
         against: the reference: ``"batch"``, the whole batch; ``"splits"``, another split, for a batch that
             does not fit in memory; ``"auto"``, the whole batch unless it runs out of memory.

@@ -42,8 +42,8 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
     read = _reader(where)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or not isinstance(shift, bool):
         raise InputError(
-            f"ignore_index={ignore_index!r} must be an int, and shift={shift!r} must be a bool. Pass them "
-            "as in ignore_index=-100, shift=True."
+            f"ignore_index={ignore_index!r} and shift={shift!r} are not an int and a bool. Pass them as in "
+            "ignore_index=-100, shift=True."
         )
 
     def weight(microbatch: Any) -> int:
@@ -136,8 +136,8 @@ def _reader(where: Where) -> Callable[[Any], Tensor]:
             return torch.as_tensor(found)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"{where!r} is a {type(found).__name__}, but labels and weights are numbers. Pass the path "
-                "of a tensor, an array or a list of numbers."
+                f"where={where!r} gives a {type(found).__name__}, not numbers. Pass the path of a tensor, an "
+                "array or a list of numbers."
             ) from error
 
     return read

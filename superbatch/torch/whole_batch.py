@@ -26,7 +26,7 @@ from .window.update_rule import Clip
 class WholeBatch:
     """Updates a model by a loss whose samples are coupled, computed in micro-batches that fit in memory.
 
-    Use it for BatchNorm in training mode, contrastive losses, or a loss of a batch's hardest samples.
+    Use it for BatchNorm in training mode, contrastive losses, or a loss over the hardest samples of a batch.
     `loss_fn` is called once, with the whole batch; below autograd each operator runs in micro-batches (see
     `virtual_batch`). The update is that of the real large batch. Micro-batches need no weights, and the loss
     is not checked.

@@ -269,10 +269,11 @@ def _time(k: int, batch: int, noise: float, times: Times) -> float:
 
 def _reason(verdict: Verdict, asked: Steps, batch: int, noise: NoiseRange, times: Times) -> str:
     k, share = asked.accumulation_steps, times.per_update / times.microbatch
-    at = "" if asked.time is None else f"{asked.time:.2f}, in a range of "
+    band = f"{asked.low:.2f} to {asked.high:.2f}"
+    ratio = band if asked.time is None else f"{asked.time:.2f} ({band})"
     predicted = (
-        f"With {k} micro-batches per update the same loss takes {at}{asked.low:.2f} to {asked.high:.2f} of "
-        "the time that it takes with one."
+        f"Training to the same loss takes {ratio} times as long with {k} micro-batches per update as with "
+        "one."
     )
     if verdict == "helps":
         per_update = f"An update takes {_times(share)} as long as a micro-batch"

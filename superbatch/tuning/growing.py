@@ -117,7 +117,7 @@ class GrowingBatch:
         return self._rate_with(self.batch_of(update), self.samples(update))
 
     def temperature(self, update: int) -> float:
-        """Return the noise temperature of an update; 1 is that of the first batch with the factor 1."""
+        """Return the noise temperature of an update, relative to the first batch at the rate factor 1."""
         return self.rate(update) * self._noise_factor(self.batch_of(update)) / self._noise_factor(self.batch)
 
     def beta2(self, beta2: float, update: int) -> float:

@@ -258,9 +258,9 @@ def scale_config(
     """Scale the keyword arguments of an optax or Keras optimizer; arguments without a rule are kept.
 
     Args:
-        config: keyword arguments by name. Scaled are ``learning_rate``, ``momentum``, ``b1``/``beta_1``,
-            ``b2``/``beta_2``, ``eps``/``epsilon``, ``eps_root`` and ``weight_decay``, and ``lr``, ``beta1``
-            and ``beta2``.
+        config: keyword arguments by name. The function scales ``lr``/``learning_rate``, ``momentum``,
+            ``b1``/``beta1``/``beta_1``, ``b2``/``beta2``/``beta_2``, ``eps``/``epsilon``, ``eps_root`` and
+            ``weight_decay``.
         from_batch: samples of one update for which the arguments were chosen.
         to_batch: samples of one update in the new training.
         optimizer: ``"sgd"``, ``"adam"``, or ``"adamw"`` if weight decay is decoupled: `optax.adamw`,

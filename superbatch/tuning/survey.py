@@ -24,7 +24,7 @@ class Sweep:
 
     Attributes:
         values: value of the option at each point.
-        stopped: why the survey ended before its last point; None if it did not.
+        stopped: reason for an end before the last point; None if the survey reached its last point.
 
     Raises:
         InputError: the arguments describe no increasing ramp.

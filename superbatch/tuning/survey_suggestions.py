@@ -11,9 +11,10 @@ over a fifth of the curve. Three rules pick a point of the smoothed curve:
 No rule reads points after the lowest one: a fall there is a network that recovers from a breakdown.
 
 Two tests withhold suggestions. A curve is *flat* if more than 5 of 100 permutations of its residuals fall as
-far as the curve itself; then no rule suggests a value. A curve is too *noisy* for a rule if 100 repeats with
-random signs of the residuals (a wild bootstrap, Wu 1986, Ann. Stat. 14:1261) spread the rule's point over
-more than 0.3 decades in the middle 90 %. Error rates by simulation are in tests/core/test_survey_coverage.py.
+far as the curve itself; then no rule suggests a value. The test for noise repeats each rule on 100 curves
+with random signs of the residuals (a wild bootstrap, Wu 1986, Ann. Stat. 14:1261). A curve is too *noisy* for
+a rule if the middle 90 % of the resulting points span more than 0.3 decades. Error rates by simulation are in
+tests/core/test_survey_coverage.py.
 
 Reference: L. N. Smith, 2015, arXiv:1506.01186.
 """
@@ -145,7 +146,7 @@ def _without_breakdown(logs: Sequence[float], values: Sequence[float]) -> list[f
 
 
 def _fall(values: Sequence[float]) -> float:
-    """Return the height of the highest point before the lowest one, above the lowest one."""
+    """Return the fall from the highest point before the minimum to the minimum."""
     lowest = values.index(min(values))
     return max(values[: lowest + 1]) - values[lowest]
 

@@ -53,7 +53,7 @@ def _text_of(finished: Any) -> str:
     if not isinstance(finished, tuple):
         return finished
     seed, arm, value = finished
-    return f"seed {seed}, {arm}: {'no suggestion' if value is None else f'{value:.4g}'}"
+    return f"seed {seed}, {arm}: {'no suggestion' if value is None else f'result {value:.4g}'}"
 
 
 def _lines(title: str) -> Show:

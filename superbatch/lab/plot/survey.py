@@ -119,7 +119,7 @@ def _draw_rates(
 
 
 def _limit(axes: Axes, curves: Sequence[Sequence[float]]) -> None:
-    """Limit the axis above the first points: the loss of a diverging survey has no bound."""
+    """Set the top of the y axis a little above the first losses: diverging losses have no bound."""
     points = [value for curve in curves for value in curve]
     if not points:
         return

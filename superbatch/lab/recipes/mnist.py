@@ -25,7 +25,7 @@ from .recipe import Recipe
 def mnist(data: str | Path | None = None) -> Recipe:
     """Return a perceptron with 32 hidden units, for a folder with the four files of MNIST."""
     if data is None:
-        raise InputError("The recipe mnist needs a folder of data and downloads none. Add --data FOLDER.")
+        raise InputError("The recipe mnist needs a folder with the four files of MNIST. Add --data FOLDER.")
     folder = Path(data)
     sets: list[Tensor] = []
     for part in ("train", "t10k"):

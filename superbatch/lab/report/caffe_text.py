@@ -35,6 +35,6 @@ def findings(report: CaffeExplained) -> list[str]:
         *(f"{trap.field}: {trap.text}. {trap.do}." for trap in report.traps),
         f"Stock torch is {same}: {named}.",
         *(f"It differs: {reason}." for reason in report.stock.differs),
-        f'To train by it: superbatch.torch.caffe.solver(read_solver("{report.source}"), parameters), or '
+        f'To train with it: superbatch.torch.caffe.solver(read_solver("{report.source}"), parameters), or '
         "train.py, which is plain PyTorch.",
     ]

@@ -62,7 +62,7 @@ class Equivalence:
     def verdict(self) -> str:
         """Return ``"yes"``, ``"not shown"``, or that there are too few runs for a verdict."""
         if self.runs < FEWEST_RUNS:
-            return f"no verdict ({self.runs} of {FEWEST_RUNS} runs)"
+            return f"no verdict ({self.runs} runs, {FEWEST_RUNS} needed)"
         return "yes" if self.equivalent else "not shown"
 
 

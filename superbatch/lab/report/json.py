@@ -28,7 +28,7 @@ def to_json(report: object) -> str:
         True
     """
     if not dataclasses.is_dataclass(report) or isinstance(report, type):
-        raise InputError(f"A {type(report).__name__} is no report. Pass what a study returned.")
+        raise InputError(f"A {type(report).__name__} is no report. Pass the result of a command or a study.")
     content = {KIND: type(report).__name__, **cast("dict[str, Any]", json_value(report, _name_of))}
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
 

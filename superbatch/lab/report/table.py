@@ -67,7 +67,7 @@ def comparison_table(report: Comparison) -> Table:
         ("time, s", "of a run's updates alone, the mean", lambda arm: shown(arm.seconds, "{:.2f}".format)),
         (
             "peak memory",
-            "of an update, beside weights and batch",
+            "of an update, not counting weights and batch",
             lambda arm: shown(arm.peak_bytes, binary_text),
         ),
         ("weights differ by", apart, _difference),

@@ -35,7 +35,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def check_workers(recipe: str | Recipe, options: Any) -> None:
-    """Raise `InputError` if several runs of a recipe object are to be spread over processes."""
+    """Raise `InputError` for several worker processes with a `Recipe` object instead of a name."""
     # A recipe holds closures, which cannot be sent to another process; a name can.
     if options.workers > 1 and options.runs != 1 and not isinstance(recipe, str):
         raise InputError(

@@ -47,8 +47,8 @@ def check_ranks(stated: int, count: int) -> int:
     """Return the number of ranks to judge: the option `stated`, or `count`, the ranks that are running."""
     if 1 not in (stated, count) and stated != count:
         raise InputError(
-            f"ranks={stated} in a command on {count} ranks, which can only measure their own exchange of "
-            "gradients. Leave --ranks out, or start one process and give --all-reduce-seconds."
+            f"ranks={stated}, but this command runs on {count} ranks and measures the exchange of gradients "
+            "between these only. Leave --ranks out, or start one process and give --all-reduce-seconds."
         )
     return stated if count == 1 else count
 

@@ -32,7 +32,7 @@ class Findings:
     timings: dict[int, list[float]] = field(default_factory=dict)
     updates: list[float] = field(default_factory=list)  # seconds of windows after their last micro-batch
     savings: tuple[Saving, ...] = ()  # ways to lower the peak
-    refused: str | None = None  # the error with which the accumulator refuses to split a batch
+    refused: str | None = None  # the accumulator's error if samples are coupled
     impossible: set[int] = field(default_factory=set)  # sizes with which the loss function raises an error
     notes: list[str] = field(default_factory=list)  # of the report
 

@@ -1,7 +1,7 @@
 """Search for the micro-batch size of a recipe, by its peak of memory and its time.
 
 1. Predict the peak of a few sizes with fake tensors, and fit a curve.
-2. Take the largest size whose peak is below the limit by the curve, and its halves.
+2. Take the largest size whose peak is below the limit by the curve, its half, its quarter, and so on.
 3. Measure the peak of each, smallest first; skip sizes above the limit by the curve.
 4. Time windows of the sizes in turns, so that a disturbance of the machine affects all of them.
 """
@@ -38,7 +38,7 @@ DTYPES = ("float32", "float64", "bfloat16")
 PROBES = 6  # sizes whose peak is predicted before the curve is fitted, regardless of the time
 ROUNDS = 20  # windows of each size that are timed, if there is time
 # Shares of a limit that are kept free: if an allocation beyond it fails, and if the system kills the process
-# instead. `superbatch.torch.sizes.auto` keeps the same.
+# instead. `superbatch.torch.sizes` keeps 0.005 or 0.05, and 0.10.
 MARGIN, CARE = 0.01, 0.10
 BUSY = 0.75  # load average per core from which other processes disturb the times
 HOPELESS = 2.0  # a size that is this many times slower than the fastest is not timed further
@@ -58,7 +58,7 @@ def fit(recipe: str | Recipe, options: Options = DEFAULTS, *, progress: Show = s
             samples=options.batch_size or task.batch_size,
         )
         own = memory_limit(rehearsal.device)
-        limit = own if options.limit is None else Limit(options.limit, "asked for")
+        limit = own if options.limit is None else Limit(options.limit, "--limit")
         # Beyond these limits an allocation fails. Beyond the memory of a CPU the system kills the process.
         fails = options.limit is not None or limit.by.startswith("RLIMIT") or rehearsal.device.type != "cpu"
         margin = MARGIN if fails else CARE

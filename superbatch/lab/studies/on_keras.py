@@ -78,7 +78,7 @@ def check(setting: Setting) -> None:
     """Raise `InputError` for wrong ways, uneven micro-batches, and float64 on torch."""
     if setting.tail is not None:
         raise InputError(
-            "backend='keras' with include_wrong: the wrong ways are hand-written loops, and Keras makes the "
+            "backend='keras' with include_wrong: the wrong methods are hand-written loops; Keras makes the "
             "update itself. Leave include_wrong out, or use the backend torch, jax or tensorflow."
         )
     if keras.backend.backend() == "torch" and setting.dtype != "float32":

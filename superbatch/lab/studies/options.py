@@ -126,8 +126,8 @@ class AdviseOptions:
     # This value and the two below it are for the batch to judge if the options determine it (`batch_stated`)
     # or there is no recipe; otherwise for the recipe's batch.
     learning_rate: float | None = option(
-        "learning rate: for the batch to judge if the options state it, else for the recipe's batch "
-        "(default: the recipe's)",
+        "learning rate (default: the recipe's); for the batch to judge if --batch-size, or both other sizes, "
+        "are given, else for the recipe's batch",
         "--lr",
     )
     beta2: float | None = option("beta2 of Adam, for the same batch as --lr")
@@ -187,7 +187,7 @@ class FitOptions:
     optimizer: str | None = option(OPTIMIZER)
     dtype: str = option("float32, float64 or bfloat16", default="float32")  # of weights and data
     sizes: Sequence[int] | None = option(
-        "micro-batches to measure, such as 8,16,32 (default: the largest that fits and its halves)",
+        "micro-batches to measure, such as 8,16,32 (default: the largest that fits, its half, quarter, ...)",
         typed=str,
         read=parse_sizes,
     )
@@ -233,7 +233,7 @@ class StudyOptions:
     optimizer: str | None = option(OPTIMIZER)
     margin: float | None = option(MARGIN)
     tolerance: float | None = option(
-        "largest relative difference of the loss that does not matter, such as 0.02"
+        "critical-batch: largest relative difference of the loss that does not matter (default: 0.05)"
     )
     device: str | None = option("coupled: device of the training, such as cuda (default: cpu)")
     threads: int = option(THREADS_EACH, default=1)  # workers would share the cores
@@ -247,14 +247,15 @@ class SurveyOptions:
 
     # From Python also a sequence. The real batch is added if it is missing.
     splits: str | Sequence[str] | None = option(
-        "KxM or sizes such as 80/15/5, separated by commas (default: 10x10,20x5 for a batch of 100)",
+        "KxM (K micro-batches of M samples) or sizes such as 80/15/5, separated by commas "
+        "(default: 10x10,20x5 for a batch of 100)",
         typed=str,
     )
     repeats: int = option("surveys of the real batch and of each split, each from another seed", default=20)
     updates: int = option("points of the ramp, one update each", default=100)
     what: What = option("quantity to survey: lr, momentum or weight_decay", typed=str, default="lr")
-    low: float | None = option("first value (default: 1e-6 for SGD's rate, 1e-7 for others')")
-    high: float | None = option("last value (default: 10 for SGD's rate, 1 for others')")
+    low: float | None = option("first value (default for learning rates: 1e-6 for SGD, 1e-7 for others)")
+    high: float | None = option("last value (default for learning rates: 10 for SGD, 1 for others)")
     dtype: str = option(DTYPE, default="float32")  # in float64, differences by rounding are tiny
     optimizer: str | None = option(OPTIMIZER)
     learning_rate: float | None = option("learning rate, if --what is momentum or weight_decay", "--lr")

@@ -44,7 +44,7 @@ class Rehearsal:
     model: nn.Module  # trained itself, because there may be no memory for a copy
     batch: Any  # in host memory; micro-batches are taken from it
     samples: int  # of the batch
-    coupled: bool = False  # run micro-batches of coupled samples, which the accumulator refuses as not exact
+    coupled: bool = False  # run micro-batches of coupled samples, for which the accumulator would raise
 
     @property
     def device(self) -> torch.device:

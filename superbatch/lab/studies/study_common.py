@@ -51,7 +51,7 @@ def rate_of(recipe: Recipe, batch: int) -> float:
 
 
 def diverged(learning_rate: float) -> InputError:
-    """Return the error for a training whose loss is no longer finite."""
+    """Return the error of a diverged training, whose loss is not finite."""
     return InputError(
         f"Training with lr {learning_rate:.3g} diverges: its loss is not finite. "
         "Give a smaller learning rate (--lr)."

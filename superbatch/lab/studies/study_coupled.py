@@ -33,8 +33,8 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     """Plan the ways of a recipe."""
     if not isinstance(recipe, CoupledRecipe):
         raise InputError(
-            f"The recipe {recipe.name!r} has no ways to compare. Use one of {', '.join(COUPLED)}, or your "
-            "own CoupledRecipe."
+            f"The recipe {recipe.name!r} is not for the study coupled. Use one of {', '.join(COUPLED)}, or "
+            "your own CoupledRecipe."
         )
     updates = recipe.updates if options.samples is None else options.samples // recipe.batch_size
     if not updates:

@@ -191,7 +191,7 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float) -> Findings:
     stayed = ""
     if stays.result.equivalent:
         stayed = "; here a constant rate does the same, so the schedule hardly matters"
-    conclusion = f"Growing the batch is decaying the rate, in fewer updates: {said}{stayed}."
+    conclusion = f"Growing the batch acts like decaying the rate, in fewer updates: {said}{stayed}."
     if not (loss.result.equivalent and same.result.equivalent and made < instead):
         conclusion = f"Not shown to be the same: growing the batch instead of decaying the rate made {said}."
     return Findings(tests=tests, conclusion=conclusion)

@@ -99,7 +99,9 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     loss_samples = common.QUICK_LOSS_SAMPLES if options.quick else common.LOSS_SAMPLES
     counts = ()
     if recipe.weight is not None:
-        counts = (f"In a batch of one all samples count alike; in a larger one by their {recipe.counts}.",)
+        counts = (
+            f"In batches of one, all samples have equal weight; in larger ones, it is their {recipe.counts}.",
+        )
     return Design(
         arms=tuple(_planned(arm, rate) for arm in arms),
         train=partial(train, arms=arms, loss_samples=loss_samples),
@@ -204,7 +206,7 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Reci
     if not large < between:
         verdict += f", because a batch of {times:.0f} has no clearly lower noise"
     elif noise.low > between and same.result.equivalent:
-        verdict = "Momentum 0.99 with lr/(1-m) kept is the small batch, not a large one"
+        verdict = "Momentum 0.99 with lr/(1-m) kept acts like the small batch, not like a large one"
     elif noise.high < between:
         verdict = "Momentum 0.99 with lr/(1-m) kept acts like a large batch here"
     conclusion = (

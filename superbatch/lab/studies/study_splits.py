@@ -16,7 +16,7 @@ from .study_common import COLUMNS, UPDATES, column_of_metric
 
 QUICK_UPDATES, SHORTEST = 200, 20  # updates with ``--quick``: at most, and at least
 APART = "weights differ by"
-BESIDE = "superbatch compare also reports time and memory, takes other splits, and adds wrong ways."
+BESIDE = "superbatch compare also reports time and memory, takes other splits, and adds wrong methods."
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:

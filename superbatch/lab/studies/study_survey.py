@@ -38,7 +38,7 @@ def _study(report: Surveys, options: Options) -> Study:
             "dtype": report.dtype,
         },
         quantities=(
-            Quantity(name=RATE, meaning="where the curve has done a fifth of its fall", form=".3g"),
+            Quantity(name=RATE, meaning="where the loss has fallen by a fifth of its total fall", form=".3g"),
             Quantity(
                 name=PAIRS,
                 meaning="largest relative difference of the curve from the real batch's with the same "
@@ -59,7 +59,7 @@ def _study(report: Surveys, options: Options) -> Study:
         seeds=tuple(range(report.repeats)),
         notes=(
             "Each arm has its own seeds, so its tests are not paired. superbatch survey also takes other "
-            "ranges, momentum and weight decay, and adds wrong ways.",
+            "ranges, momentum and weight decay, and adds wrong methods.",
         ),
     )
 

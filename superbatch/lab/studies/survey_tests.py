@@ -4,8 +4,8 @@
 
 *Unpaired*: independent surveys differ by chance. Two one-sided tests (TOST) compare the log loss at each
 point up to 2/3 of the value where the baseline is lowest. All of them must pass, so no correction for
-multiple tests is needed (intersection-union test). Another TOST compares the suggested values in decades. A
-test for a *difference* that finds none would show nothing.
+multiple tests is needed (intersection-union test). Another TOST compares the suggested values in decades. An
+ordinary test that finds no *difference* does not show equality.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ searches for features that no check has compared: losses other than 0, unequal w
 the check to all ranks, which make it together before the update.
 
 A divisor may also depend on predictions. So from window 10 on the loss is checked each time the number of
-windows has doubled, if the budget allows it.
+windows has doubled. Later checks have a budget: one call of `loss_fn` per 100 micro-batches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from .unchecked_feature import UncheckedFeature, unequal_weights
 CALLS = 8
 """Calls of `loss_fn` in a check of a few samples."""
 WINDOWS = 100
-"""Period in windows: in each one, later checks may cost one window, and one window inspects all counts."""
+"""Later checks may make one call of `loss_fn` per this many micro-batches. Also the period, in updates, of
+the windows that inspect all counts."""
 ROUTINE = 10
 """First window that may be checked without an unchecked feature."""
 
@@ -327,7 +328,7 @@ class CheckSchedule:
         return UncheckedFeature(best.name, best.contrast, samples, best.sure and best.contrast >= _FAINT)
 
     def _contrast_of_weights(self, microbatch: Any, window: MicrobatchList) -> float:
-        """Return the relative difference of the weights per sample on both sides of the cut near a third."""
+        """Return the relative difference of the mean weights of the first third and of the other samples."""
         weigh = self._config.weigh
         if not callable(weigh):  # with "returned", the check compares the returned weights
             return 1.0

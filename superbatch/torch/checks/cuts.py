@@ -29,7 +29,7 @@ def first_part(samples: int) -> int:
 
 
 def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
-    """Return the cuts of a micro-batch: near a third; and into single samples, or four of them and the rest.
+    """Return two cuts of a micro-batch: after about a third, and into single samples (of many: four, rest).
 
     A loss over the hardest samples may agree by chance with one cut, but not with single samples.
 

@@ -194,10 +194,10 @@ def _warn_unchecked(
         )
     elif NOT_REPEATABLE in reasons:
         why = (
-            f"loss_fn returns another loss for the same samples{_drawn(evaluation)}, or its random numbers "
-            "cannot be drawn again for the parts of a micro-batch. Draw them when the batch is made, or from "
-            "the global generators of torch, Python or NumPy, once per call or once per sample; or check a "
-            "loss_fn without random numbers"
+            f"loss_fn returns different losses for the same samples{_drawn(evaluation)}, or its random "
+            "numbers cannot be drawn again for the parts of a micro-batch. Draw them when the batch is made, "
+            "or from the global generators of torch, Python or NumPy, once per call or once per sample; or "
+            "check a loss_fn without random numbers"
         )
     elif checked.reason == NOT_CUT:
         why = "none of its micro-batches can be cut in two. Check another batch"

@@ -131,9 +131,9 @@ def _check_weights(
         return
     raise LossSpecError(
         f"weight= gives a sample with {entries[0]} entries of {path!r} {declared:.4g} times the weight of "
-        f"a sample with {entries[1]} entries, but loss_fn, a mean over all entries, needs "
-        f"{right[0]:.4g} times the weight. Return the divisor of the loss, for example with count_tokens; "
-        "or, for equal weights per sample, the number of samples."
+        f"a sample with {entries[1]} entries, but the mean over all entries that loss_fn returns needs "
+        f"{right[0]:.4g} times the weight. Return the divisor of the loss, for example with count_tokens, or "
+        "the number of samples for equal weights per sample."
     )
 
 

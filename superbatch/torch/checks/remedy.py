@@ -266,7 +266,7 @@ def _adds_a_constant(cuts: Sequence[Cut], rounding: Rounding) -> bool:
 
 def _constant(given: str, evidence: float) -> Contradiction:
     detail = (
-        f"each micro-batch adds again a term of the loss that has no samples, such as weight decay: {given}"
+        f"each micro-batch adds once more a term that depends on no sample, such as weight decay: {given}"
     )
     remedy = (
         "leave that term to the optimizer (weight_decay), multiply it by the number of samples of the "

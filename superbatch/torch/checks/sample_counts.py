@@ -206,7 +206,7 @@ class _Leaf:
 
 
 def contrast(counts: Tensor) -> float:
-    """Return the relative difference of the mean counts on both sides of the cut near a third.
+    """Return the relative difference of the mean counts of the first third of the samples and of the rest.
 
     Examples:
         >>> contrast(torch.tensor([2.0, 4.0, 4.0]))

@@ -242,9 +242,8 @@ class _Call:
             if not self._gradients.knows(leaf) and (isinstance(leaf, nn.Parameter) or self._sync.shared):
                 raise InputError(
                     f"encode uses a parameter of shape {tuple(leaf.shape)} that is not in the models "
-                    f"({', '.join(type(model).__name__ for model in self._models)}), so its module cannot "
-                    "be checked and restored, and its gradient is not summed over ranks. Pass models=[...] "
-                    "with every module that encode uses."
+                    f"({', '.join(type(model).__name__ for model in self._models)}). Pass models=[...] with "
+                    "every module that encode uses."
                 )
             self._gradients.hold(leaf)
 
@@ -270,9 +269,8 @@ def _check_callables(*functions: Any) -> None:
     for function in functions:
         if not callable(function):
             raise InputError(
-                f"A {type(function).__name__} was passed in place of a function. Pass functions or modules: "
-                "encode gets micro-batches (or is a mapping of names to encoders), and loss_fn gets all "
-                "embeddings."
+                f"A {type(function).__name__} was passed in place of a function. Pass a function or a module "
+                "as loss_fn=, and as encode= one of these or a mapping of names to them."
             )
 
 
@@ -292,8 +290,8 @@ def _check_loss(loss: Any) -> None:
     do = "Return one number computed from the embeddings: a mean or a sum of the losses"
     if isinstance(loss, Mapping):
         given = f"a loss of type {type(loss).__name__}"
-        wrong = "but a loss is one tensor, because a total or a metric among several would be added to it"
-        do = "Return one tensor: sum(losses.values()), if all are parts of the loss"
+        wrong = "but a loss is one tensor"
+        do = "Return one tensor, such as sum(losses.values()) without totals and metrics"
     elif not isinstance(loss, Tensor):
         given, wrong = f"a loss of type {type(loss).__name__}", "but a loss is one tensor"
     elif loss.numel() != 1 or not loss.is_floating_point():

@@ -30,7 +30,7 @@ def memory_limit(device: torch.device) -> Limit:
       with every group above) and the machine allow. File caches that can be dropped count as free.
     * CUDA: the device's free memory, plus the unused whole blocks of torch's allocator, within
       `torch.cuda.set_per_process_memory_fraction`. Holes beside used memory do not count, because no large
-      tensor fits into them. (Not run on a GPU.)
+      tensor fits into them. (Not yet tested on a GPU.)
 
     Call it after a prediction, which imports modules, and before a window allocates memory. On the CPU it
     takes about 0.5 ms.
@@ -61,8 +61,8 @@ class PeakMeter:
     * CPU: on Linux the highest address space, or the highest resident memory if the address space had been
       larger before; on other systems nothing. `start` resets the process's ``VmHWM``.
     * CUDA: the growth of the memory that torch's allocator has reserved, holes included; nothing if it has
-      not grown. The allocator's peak statistics are not reset, because the user may use them. (Not run on a
-      GPU.)
+      not grown. The allocator's peak statistics are not reset, because the user may use them. (Not yet tested
+      on a GPU.)
 
     `start` and `stop` take about 0.1 ms on the CPU, and do not wait for a GPU.
 

@@ -56,7 +56,7 @@ def sample_stream(
     `superbatch.torch.rng.sample_layout` finds the dimension of a random tensor that runs over the samples. It
     may choose the wrong one with ``samples=1``, where a draw for a whole batch looks like one per sample.
     Noise whose first dimension happens to be a multiple of ``samples`` may mislead it too. ``calls`` detects
-    this once the window, or the check of its first update, has micro-batches of two sizes. `samples_along`
+    this if the window, or the check of the first window, has micro-batches of two sizes. `samples_along`
     declares the dimension.
 
     Args:
@@ -126,8 +126,8 @@ def _sample_positions(first: int | None, samples: int | None, indices: Sequence[
         given = "" if indices is None else f", indices={indices!r}"
         raise InputError(
             f"first_sample={first}, samples={samples}{given} is not a position of a micro-batch in the "
-            "batch. Pass first_sample= of 0 or more and samples= of 1 or more, or only indices=, a non-empty "
-            "list of numbers of 0 or more."
+            "batch. Pass first_sample= (at least 0) and samples= (at least 1), or only indices=, a list of "
+            "positions."
         )
     return found
 

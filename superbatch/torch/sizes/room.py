@@ -85,7 +85,7 @@ class Room:
         return int(self.total * self._share * (1 - margin)) - LEAST_MARGIN
 
     def _bound(self) -> int:
-        """Return the bytes that a size in use may need: `top` and 2/3 of the margin, as readings vary."""
+        """Return the bytes that a size in use may need; usually more than `top`, because readings vary."""
         assert self.total is not None
         return self.top() if self._holed else (2 * int(self.total * self._share) + self.top()) // 3
 

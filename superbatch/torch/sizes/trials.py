@@ -1,7 +1,8 @@
 """Measurements of micro-batches of one shape, and the largest size to try next.
 
 Bytes are counted from the beginning of a window, when there are no gradients yet. `total` is the free memory
-at that point, once all optimizer state exists. Every measured micro-batch gives both numbers:
+at that point, once all optimizer state exists; `needed` is what a micro-batch needs of it. Every measured
+micro-batch gives both numbers:
 
     first of a window:  needed = measured + gradients that its successors find   total = free
     a later one:        needed = measured + gradients                            total = free + gradients

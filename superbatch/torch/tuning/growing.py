@@ -64,8 +64,8 @@ class GrowBatch:
         schedule: result of `superbatch.tuning.growing.grow_batch`.
 
     Raises:
-        InputError: the schedule has the temperature of another optimizer, or changes momentum for an
-            optimizer without momentum.
+        InputError: the schedule was made with a ``temperature=`` that does not belong to this optimizer, or
+            it changes momentum for an optimizer without momentum.
 
     Examples:
         >>> from superbatch.tuning.growing import grow_batch
@@ -99,7 +99,7 @@ class GrowBatch:
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: the index of the next update, and the values at the factor 1."""
+        """Return the state to save: the index of the next update, and the unscaled rates and beta2."""
         return {"update": self._update, "rates": list(self._rates), "beta2": list(self._betas)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -133,8 +133,8 @@ def virtual_batch(
         InputError: an argument is wrong.
         CoupledSamplesError: an operation gathers with ``on_gather="error"``, or a BatchNorm over ranks runs
             backward with ``create_graph=True``.
-        WindowError: the program reads the memory of a virtual tensor, reads a tensor after the block that was
-            not materialized in the block, or another rank has failed.
+        WindowError: the program asks for the address of a virtual tensor (``data_ptr()``), or reads a tensor
+            after the block that was not materialized in the block; or another rank has failed.
 
     Ranks: each rank opens the block with its own samples; numbers of samples and micro-batches may differ.
     `torch.nn.SyncBatchNorm`, and every BatchNorm with ``group``, uses the statistics of all ranks, on any
@@ -143,9 +143,11 @@ def virtual_batch(
     and DistributedDataParallel do not communicate. At the end of the block, ``.grad`` of all parameters is
     averaged over the ranks once, as in DDP (equal weight per rank; not inside ``no_sync``; without DDP's
     communication hooks). Collectives that the program calls on virtual tensors
-    (``torch.distributed.nn.functional.all_gather``) materialize them. The other ranks raise if a rank fails
-    before its first collective, while it computes the input of a program's collective, or at the end of the
-    block. If it fails elsewhere after reading numbers, they wait for the time-out of the group, as with DDP.
+    (``torch.distributed.nn.functional.all_gather``) materialize them.
+
+    If a rank fails before its first collective, in the computation of an input of the program's collectives,
+    or at the end of the block, the other ranks raise. If it fails anywhere else after it has read numbers,
+    they wait for the timeout of the group, as with DDP.
 
     After an exception, gradients (of the models and of all leaves that the block used), buffers and random
     state (of torch, Python and NumPy) are restored. Writes into parameters (of an averaged teacher) and into

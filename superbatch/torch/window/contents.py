@@ -62,7 +62,7 @@ class Contents:
         own.update(self._numbers)
 
     def is_unchanged(self) -> bool:
-        """Return whether nothing else has changed; False also if an object cannot be read."""
+        """Return whether nothing except these numbers has changed; False also if an object cannot be read."""
         before, now = self._before, self._read()
         # Unreadable objects count as changed: the caller then refuses further updates, which is safe.
         if before is None or now is None or not (before.is_known and now.is_known):

@@ -79,7 +79,7 @@ class Coupled:
 
     @property
     def watched(self) -> None:
-        """None: a batch in one micro-batch is no mistake, because the loss needs the whole batch."""
+        """None: no warning about batches that are never split, because the loss needs the whole batch."""
 
     @property
     def can_run(self) -> bool:

@@ -17,7 +17,7 @@ from .transfer import to_device
 
 
 def by_loss(window: Transaction, losses: Any, bad: list[int]) -> Culprit:
-    """Describe the first micro-batch of `bad`, whose losses are not finite; `bad` is empty on other ranks."""
+    """Describe the first micro-batch of `bad`, the indices of losses that are not finite on this rank."""
     # The advice must not name an option that other options exclude.
     droppable = _can_drop(window)
     if not bad:

@@ -51,14 +51,15 @@ class Engine:
         parameters: the parameters whose gradients are summed; found again before each window.
         work: cuts batches into micro-batches and runs the loss on them.
         placement: chooses the gradient sum of each window.
-        schedule: decides which windows are checked: does the loss agree with its declaration?
+        schedule: decides in which windows the loss is checked against its declaration.
         slips: warns of common mistakes with schedulers and sizes.
 
     Attributes:
         config: configuration of the windows.
         work: cuts batches into micro-batches and runs the loss on them.
         updates: number of windows that ended with an update, or with a gradient.
-        checked: True once a window has ended that way. Every window until then is checked as a first window.
+        checked: True once a window has ended with an update or a gradient. Until then every window is checked
+            as a first window.
     """
 
     def __init__(

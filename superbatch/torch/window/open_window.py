@@ -48,8 +48,8 @@ class OpenWindow(Generic[T]):
         transaction: restores everything that the window may change.
         report: reports a failure of this rank to the others.
         resume: the saved state that the window resumes; None for a new window.
-        is_open: True while its block is entered; set by the engine.
-        is_over: True once its block was left; the window cannot be entered again.
+        is_open: True inside its ``with`` block; set by the engine.
+        is_over: True after its ``with`` block; the window cannot be entered again.
         is_busy: True while the window begins or ends, which calls hooks, schedulers and participants.
     """
 
@@ -351,7 +351,7 @@ class OpenWindow(Generic[T]):
         progress.in_turns = False
 
     def _extra_turns(self) -> Generator[Any, None, None]:
-        """Yield micro-batch 0, or its stand-in, with weight 0, until all ranks have run the same number."""
+        """Yield micro-batch 0, or its stand-in, with weight 0, until all ranks have run as many turns."""
         config, progress = self._config, self._progress
         written = config.state.new_keeper()  # restores the buffers that these extra forwards write to
         while (left := progress.microbatches.extra_turns - progress.extra_turns_done) > 0:

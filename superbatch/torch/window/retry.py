@@ -187,8 +187,8 @@ def retry_condition(window: Transaction) -> str:
     # First, because this state differs for certain; the other differs only if loss_fn wrote to it.
     if changed:
         return (
-            f", unless loss_fn has changed {changed[0]!r} in this window for the first time: its value "
-            "differs from that at the last inspection"
+            f", unless loss_fn itself has changed {changed[0]!r} since this window began, which cannot be "
+            "restored"
         )
     return (
         f", unless loss_fn writes to {undetectable[0]!r} through .data or NumPy, which cannot be detected"

@@ -128,7 +128,11 @@ def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
     for name, gradient in gradients.items():
         shape = expected.shapes.get(name)
         if not isinstance(gradient, Tensor) or shape != gradient.shape:
-            found = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
+            found = (
+                f"a tensor of shape {tuple(gradient.shape)}"
+                if isinstance(gradient, Tensor)
+                else f"a {type(gradient).__name__}"
+            )
             wanted = (
                 "no such parameter is updated" if shape is None else f"its parameter has shape {tuple(shape)}"
             )

@@ -197,7 +197,7 @@ def _scale_of(config: Config) -> LossScale:
 
 
 def take_each(*steps: Callable[[], Any]) -> None:
-    """Run functions in order. If one raises, run all of them once more, each even if another raises.
+    """Run functions in order. If one raises, run all of them once more, and skip none if one raises again.
 
     Args:
         steps: functions that may run twice.

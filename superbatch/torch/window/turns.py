@@ -35,8 +35,8 @@ def equalize_turns(microbatches: MicrobatchList, sync: Sync) -> None:
         return
     if sent is None:
         raise InputError(
-            "This rank has no batch, but a forward of sharded models needs all ranks, and the batch of "
-            "another rank cannot be pickled to be run here with weight 0. Pass a batch whose weight= is 0."
+            "This rank has no batch, and the batch of another rank, which it would run with weight 0 in its "
+            "place, cannot be pickled. Pass a batch of weight 0 on this rank."
         )
     microbatches.stand_in = [pickle.loads(sent)]
 

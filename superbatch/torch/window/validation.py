@@ -36,7 +36,7 @@ def as_models(model: object) -> tuple[nn.Module, ...]:
     # After the test for pipelines, whose schedules are not modules.
     if not models or not all(isinstance(m, nn.Module) for m in models):
         raise InputError(
-            f"A model of type {_types(models)} is not a torch module. Pass a torch.nn.Module, or a list of "
+            f"model is of type {_types(models)}, not a torch module. Pass a torch.nn.Module, or a list of "
             "them."
         )
     return models
@@ -278,10 +278,19 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
         )
     for name, value in conflicts.items():
         if value:
+            shown = _CONFLICTS.get(name, f"{name}=")
             raise InputError(
-                f'gradient_sum="momentum" does not work with {name}, which needs the whole gradient, while '
-                f"micro-batches are summed in the momentum buffer. Remove gradient_sum= or {name}."
+                f'gradient_sum="momentum" does not work with {shown}, which needs the whole gradient, while '
+                f"micro-batches are summed in the momentum buffer. Remove gradient_sum= or {shown}."
             )
+
+
+_CONFLICTS = {
+    "masters": "MasterWeights",
+    "weight_returned": 'weight="returned"',
+    "nonfinite_skip_microbatch": 'nonfinite="skip_microbatch"',
+    "ranks": "several ranks",
+}
 
 
 def _not_linear(group: Mapping[str, Any]) -> str | None:
@@ -330,8 +339,8 @@ def _parameters_by_target(
         known = parameter in names or (isinstance(parameter, Tensor) and not parameter.requires_grad)
         if not known or not isinstance(master, Tensor) or not _holds(master, parameter):
             raise InputError(
-                "An entry of masters is not a parameter of the model with a copy of the same shape and the "
-                "same or a wider dtype. Make masters with fp32_masters(model)."
+                "An entry of masters= does not map a parameter of the model to a copy with the same shape "
+                "and the same or a wider dtype. Make masters with fp32_masters(model)."
             )
     return {master: parameter for parameter, master in masters.items()}
 

@@ -37,7 +37,7 @@ class Work(Protocol):
 
     @property
     def watched(self) -> Sizing | None:
-        """Sizing whose batches are watched for being too small to be cut; None: none are watched."""
+        """Sizing for whose batches `SlipWatch` warns if they are never split; None: no warning."""
         ...
 
     @property

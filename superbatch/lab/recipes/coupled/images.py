@@ -85,7 +85,8 @@ def read_folder(folder: Path) -> ImageTask:
     if len(paths) < LEAST or len(classes) < 2:
         raise InputError(
             f"{str(folder)!r} has {len(paths)} images in {len(classes)} subfolders, but "
-            f"counting needs {LEAST} images in 2: FOLDER/CLASS/*.png, or FOLDER/NUMBER/*.png to count."
+            f"counting needs at least {LEAST} in 2 subfolders. Store them as FOLDER/CLASS/*.png, or as "
+            "FOLDER/NUMBER/*.png to count."
         )
     numbers = all(name.isascii() and name.isdigit() for name in classes)
     images = torch.stack([_pixels(path) for path in paths])

@@ -37,7 +37,7 @@ def read_pairs(files: list[Path]) -> list[Pair]:
     if len(found) < LEAST:
         raise InputError(
             f"{str(files[0].parent)!r} has {len(found)} different pairs of texts, but code-search needs "
-            f"{LEAST}: 1000 to test, 500 to choose the learning rate, and the rest to train."
+            f"{LEAST}. Add pairs to its .tsv or .jsonl files."
         )
     return found
 

@@ -179,7 +179,7 @@ class RankSums(Protocol):
         ...
 
     def sum_over_ranks(self, recording: Recorder, mean: Value, mine: Value) -> Value:
-        """Return a flat value summed over the ranks of a mean."""
+        """Return the sum of a 1-d value over the ranks that `mean` was computed over."""
         ...
 
     # The share is count / total, because dx divides by the count of this rank alone.

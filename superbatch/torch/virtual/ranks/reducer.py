@@ -186,7 +186,7 @@ class RankReducer:
         return mean in self._totals
 
     def sum_over_ranks(self, recording: Recorder, mean: Value, mine: Value) -> Value:
-        """Return the sum of a flat value over the ranks of a mean."""
+        """Return the sum of a 1-d value over the ranks that `mean` was computed over."""
         sync, _ = self._totals[mean]
         size, dtype = len(mine.meta), mine.meta.dtype
 

@@ -2,7 +2,7 @@
 
 The structure is the wiring of the instructions: the registers that each one reads, fills and frees. It has no
 tensors or operators, so it is the same in every update. The function has registers in local variables and
-calls operators directly, which halves the overhead per instruction. Generating it costs as much as some
+calls operators directly, which halves the overhead per instruction. Generating it costs as much as a few
 hundred instructions, so the first program of a structure is interpreted.
 """
 

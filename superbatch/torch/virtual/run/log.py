@@ -125,8 +125,9 @@ class Log:
         if self._on_gather == "ok":
             return
         self._warn_or_raise(
-            f"{operator} in {self.where or 'no module'} has no rule, so it gathers {nbytes} bytes of the "
-            'whole batch into one tensor. Use another operator, or pass on_gather="ok" to allow it.'
+            f"{operator} {f'in {self.where}' if self.where else 'outside of modules'} has no rule, so it "
+            f"gathers {nbytes} bytes of the whole batch into one tensor. Use another operator, or pass "
+            'on_gather="ok" to allow it.'
         )
 
     def operator_gathers(self, operator: str, nbytes: int) -> None:
@@ -137,9 +138,10 @@ class Log:
         """
         if self._on_gather == "ok" or not self.is_split:
             return
-        place = "the backward pass" if in_backward() else self.where or "no module"
+        forward = f"in {self.where}" if self.where else "outside of modules"
+        place = "in the backward pass" if in_backward() else forward
         self._warn_or_raise(
-            f"{operator} in {place} gathers {nbytes} bytes of the whole batch into one tensor. Use "
+            f"{operator} {place} gathers {nbytes} bytes of the whole batch into one tensor. Use "
             "operations that keep one row per sample (torch.where or a product with a mask instead of an "
             'index), or pass on_gather="ok" to allow it.'
         )

@@ -115,7 +115,7 @@ def _once(nodes: list[Node], stage: dict[Node, int]) -> dict[int, list[Node]]:
 
 
 def _stage_with_inputs(node: Node, earliest: int, wanted: dict[Value, set[int]]) -> int:
-    """Return the first stage that computes the inputs of a sum for which no sample waits, such as a loss."""
+    """Return the first stage that computes the inputs of a sum that no sample reads later, such as a loss."""
     if node.shards.count(None) < len(node.shards):  # readers of its sharded results determine its stages
         return earliest
     inputs = [

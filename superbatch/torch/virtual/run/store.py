@@ -89,7 +89,7 @@ class Store:
 
 
 class CountedBytes:
-    """Entry of a full value in the count of a store, for the lifetime of this object.
+    """Token that counts the bytes of a full value in a store until the token is freed.
 
     Args:
         store: counts the bytes.

@@ -131,7 +131,7 @@ def _reshape(recording: Recorder, func: Any, functional: Any, args: tuple[Any, .
 
 
 def _write_on_real_tensors(recording: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a write on real tensors: into a real tensor or several tensors, or without a functional form."""
+    """Run a write that cannot be recorded: into a real or several tensors, or without functional form."""
     written = written_by(func, args, kwargs)
     for arg in (*args, *kwargs.values()):
         mapped(arg, recording.register_leaves)

@@ -103,7 +103,7 @@ class BufferGradientSum:
             entry.parameter.grad = None
 
     def savepoint(self) -> None:
-        """Remember the sums as those before a micro-batch, without a copy."""
+        """Make the present sums the ones that `rollback` returns to, without a copy."""
         self._added = False
 
     def rollback(self) -> bool:

@@ -74,7 +74,7 @@ class GradientSum(Protocol):
         ...
 
     def savepoint(self) -> None:
-        """Remember the sums as those before a micro-batch, without a copy."""
+        """Make the present sums the ones that `rollback` returns to, without a copy."""
         ...
 
     def rollback(self) -> bool:

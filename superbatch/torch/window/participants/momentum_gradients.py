@@ -67,7 +67,7 @@ class MomentumGradientSum:
             self._inside = False
 
     def savepoint(self) -> None:
-        """Remember the sums as those before a micro-batch, without a copy."""
+        """Make the present sums the ones that `rollback` returns to, without a copy."""
         self._added = False
 
     def rollback(self) -> bool:

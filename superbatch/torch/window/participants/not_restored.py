@@ -64,9 +64,9 @@ def warn_of_possibly_changed(names: Sequence[str]) -> None:
     """
     if names:
         warn(
-            f"A window was discarded, but {_listed(names)} was not restored: the window has changed it for "
-            "the first time, unless your loop did so before. Load it again, for example from a checkpoint; "
-            "from the next window on it is restored."
+            f"A window was discarded, but {_listed(names)} was not restored: the window may have changed it "
+            "for the first time. Load it again, for example from a checkpoint, unless your own loop has "
+            "changed it; from the next window on it is restored."
         )
 
 

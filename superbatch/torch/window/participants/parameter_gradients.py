@@ -119,7 +119,7 @@ class ParameterGradientSum:
             self._versions.record()
 
     def savepoint(self) -> None:
-        """Remember the sums as those before a micro-batch, without a copy."""
+        """Make the present sums the ones that `rollback` returns to, without a copy."""
         self._versions.savepoint()
 
     def rollback(self) -> bool:
@@ -229,7 +229,7 @@ class GradientVersions:
         return None in before and before.count(None) > self._versions.count(None)
 
     def savepoint(self) -> None:
-        """Remember the gradients recorded last as those before a micro-batch."""
+        """Make the gradients recorded last the ones that `rollback` returns to."""
         self._saved = (self._gradients, self._versions)
 
     def rollback(self) -> bool:

@@ -115,7 +115,7 @@ class Sharded(Manual):
             return False
         # By a vote, because all ranks must choose the same.
         short = self.vote(10 * kept > free.bytes)
-        self._reason = f"{'more' if short else 'less'} than a tenth of a rank's memory, here {free}"
+        self._reason = f"they take {'more' if short else 'less'} than a tenth of a rank's memory, here {free}"
         return short
 
     # -- the models ----------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class _Measurement(NamedTuple):
         samples: effective number of samples of the window.
         others: estimates by Adam's preconditioner and from single samples.
         no_proxy: why there is no estimate from single samples; None: there is one, or none is needed.
-        losses: mean and variance of the samples' losses; None: unknown.
+        losses: loss of the window, and the variance of it that its micro-batches explain; None: unknown.
     """
 
     groups: dict[str, Estimate] | str
@@ -233,7 +233,7 @@ class NoiseOfWindows:
         if not norms.reason and len(counted) < window_sum.took_part:
             norms.reason = "a micro-batch of weight 0 took part in a sum"
         missing = norms.reason or (
-            "" if all(i in squares for i in counted) else "a micro-batch of it was not measured"
+            "" if all(i in squares for i in counted) else "not all of its micro-batches were measured"
         )
         count = len(self._names) + len(POWERS) * (self._metric is not None) + (self._samples is not None)
         # The squares still contain the planned W and the scaler's scale, which `factor` below removes.
