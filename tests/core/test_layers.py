@@ -1,4 +1,4 @@
-"""Imports go down only, the core is the standard library alone, and an import changes nothing."""
+"""Imports go to lower layers, the core needs only the standard library, imports have no side effects."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ EFFECTS = "tests.core.import_effects"
 
 
 def python(code: str) -> list[str]:
-    """Run `code` in a fresh interpreter that finds superbatch in the working tree; the words it prints."""
+    """Run `code` in a fresh interpreter with superbatch of the working tree; return the printed words."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
 def new_packages(statement: str, *, after: str = "pass") -> set[str]:
-    """Top-level packages beyond the standard library that `statement` loads, once `after` has run."""
+    """Return the top-level third-party packages that `statement` loads after `after` has run."""
     code = f"""
 import sys
 {after}
@@ -36,7 +36,7 @@ print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
 
 @pytest.fixture(scope="module")
 def skeleton(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of the package, all empty (to read them costs a second), to plant mistakes in."""
+    """Make a copy of the package with empty files, to plant mistakes in."""
     folder = tmp_path_factory.mktemp("skeleton")
     shutil.copytree(
         ROOT / "superbatch",
@@ -104,12 +104,12 @@ def test_import_superbatch_tensorflow_imports_tensorflow_and_nothing_else() -> N
 
 
 def effects(root: Path) -> list[str]:
-    """The number of modules of the package below `root`, then what importing them changes."""
+    """Return the number of modules below `root`, then the changes that importing them makes."""
     done = subprocess.run(
         [sys.executable, "-m", EFFECTS, root], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    print(done.stderr)  # which modules were left out, for want of an optional package
+    print(done.stderr)  # modules left out because an optional package is missing
     return [line for line in done.stdout.splitlines() if line]
 
 
@@ -120,7 +120,7 @@ def test_importing_every_module_changes_nothing() -> None:
     assert not found, "\n".join(found)
 
 
-# Each checker must be able to fail: a mistake is planted, and has to be found.
+# The checkers can fail: each test plants a mistake, and the checker must find it.
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_planted_effect_is_found(tmp_path: Path, code: str, message: str) -> N
 
 
 def test_planted_effects_on_torch_are_found(tmp_path: Path) -> None:
-    """All in one process, for to load torch takes long; each is another line of what is found."""
+    """All effects are planted in one process, because importing torch is slow; each gives its own line."""
     pytest.importorskip("torch", reason="torch is not installed")
     plants = {
         "torch.manual_seed(1)": "random state of torch: changed",
@@ -243,7 +243,7 @@ def test_planted_effects_on_torch_are_found(tmp_path: Path) -> None:
 
 
 def effects_of(code: str, folder: Path) -> list[str]:
-    """What is found of a package that consists of this code."""
+    """Return the changes found for a package with this code."""
     package = folder / "superbatch"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").touch()
