@@ -1,7 +1,7 @@
 """Find layout problems, missing pictures and errors of the built site in a headless Chromium.
 
-The browser loads one test page, which loads every page of the site in frames as wide as a phone and a desktop.
-It reports the actual width, pictures that did not load, and errors.
+The browser loads one test page, which loads every page of the site in frames as wide as a phone and a
+desktop. It reports the actual width, pictures that did not load, and errors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Wrong ways to accumulate, each of which a check of the other tests must reject."""
+"""Wrong accumulation: a check of the other tests must reject each mutant."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Wrong ways to accumulate, each of which a check of the other tests must reject."""
+"""Wrong accumulation: a check of the other tests must reject each mutant."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_a_mutant_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         check()
 
 
-def test_a_window_that_is_multiplied_by_0_stays_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As optax and the torch backend of Keras begin a window anew; NaN x 0 is NaN."""
+def test_a_window_reset_by_multiplication_stays_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """optax and the torch backend of Keras reset a window by x 0, but NaN x 0 is NaN."""
     monkeypatch.setattr(boundary, "clear", multiplied)
     with pytest.raises((AssertionError, ArithmeticError)):
-        test_edges.test_raise_gives_up_the_window("eager")
+        test_edges.test_nonfinite_raise_discards_the_window("eager")
