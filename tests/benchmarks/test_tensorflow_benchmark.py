@@ -1,4 +1,4 @@
-"""The benchmark of TensorFlow runs, tells the tutorial's loop from the right one, and fails what is wrong."""
+"""The benchmark of TensorFlow runs, and fails the tutorial's loop."""
 
 import json
 import os
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.tensorflow
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow  # ./run test tests/benchmarks -m slow: many graphs
+@pytest.mark.slow  # ./run test tests/benchmarks -m slow: traces many graphs
 def test_errors_of_each_way(tmp_path):
     path = tmp_path / "rows.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "tensorflow_accumulation.py"), "--processes", "0"]

@@ -1,4 +1,4 @@
-"""Every rule of the operator table on the device, against plain tensors on the CPU in float64."""
+"""Each rule of the operator table on the device, against plain tensors on the CPU in float64."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def _difference(ours: Any, theirs: Any) -> float:
         if not (b.is_floating_point() or b.is_complex()):
             assert torch.equal(a, b), "other integers"
             continue
-        same = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)  # equal infinities and NaN are no error
+        same = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)  # infinities and NaN may be equal
         scale = max(float(b.abs().nan_to_num(0, 0, 0).max()), 1e-3)
         worst = max(worst, float((a - b).abs().where(~same, 0.0).nan_to_num(1, 1, 1).max()) / scale)
     return worst
 
 
 def table(run: Run) -> Figures:
-    """Values and gradients of each operator; what the device has no kernel for is counted and named."""
+    """Values and gradients of each operator are right; operators without a kernel are counted and named."""
     cases = [case for case in ALL_OPERATORS if not case.random]
     assert len(cases) > 300, "premise: the table has its operators"
     cases = cases[::40] if run.small else cases

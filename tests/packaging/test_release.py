@@ -1,4 +1,4 @@
-"""Needs of a release beside a wheel: links that lead somewhere, workflows, issue forms, policies."""
+"""Needs of a release besides a wheel: valid links, workflows, issue forms, policies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def workflow(name: str) -> dict[Any, Any]:
 
 
 def relative(text: str) -> list[str]:
-    """Targets of links and pictures that lead nowhere outside of the repository."""
+    """Return the targets of relative links and pictures."""
     return [target for target in LINK.findall(text) if not re.match(r"(https?://|#)", target)]
 
 
@@ -70,7 +70,7 @@ def test_links(text: str, expected: str) -> None:
     assert absolute(text, repository="R/", version="1") == expected
 
 
-def test_the_address_stands_in_one_place_and_its_copies_agree() -> None:
+def test_copies_of_the_repository_address_agree() -> None:
     for name in ("CITATION.cff", "SECURITY.md", ".github/ISSUE_TEMPLATE/config.yml"):
         assert ADDRESS in text_of(name), name
     assert PROJECT["urls"]["Changelog"].startswith(ADDRESS)
@@ -101,7 +101,7 @@ def test_the_workflow_runs_what_ci_runs() -> None:
     assert commands(jobs["docs"]) == ["./run docs"]
 
 
-def test_the_matrix_is_what_the_metadata_says() -> None:
+def test_the_matrix_agrees_with_the_metadata() -> None:
     matrix = workflow("ci")["jobs"]["test"]["strategy"]["matrix"]
     assert matrix["python"] == versions_of_python()
     assert PROJECT["requires-python"] == f">={matrix['python'][0]}"
@@ -111,7 +111,7 @@ def test_the_matrix_is_what_the_metadata_says() -> None:
     assert not set(trials) & set(matrix["python"]), "what is on trial is not claimed"
 
 
-def test_publishing_needs_no_secret_and_no_more_rights_than_it_uses() -> None:
+def test_publishing_needs_no_secret_and_only_the_rights_it_uses() -> None:
     release = workflow("release")
     assert "secrets." not in text_of(".github/workflows/release.yml")
     assert release["permissions"] == workflow("ci")["permissions"] == {"contents": "read"}
@@ -123,8 +123,8 @@ def test_publishing_needs_no_secret_and_no_more_rights_than_it_uses() -> None:
     assert release[True] == {"push": {"tags": ["v*"]}}, "YAML reads `on` as true"
 
 
-def test_what_the_release_greps_for_is_there() -> None:
-    """The checks of the tag would refuse every release if the files were written otherwise."""
+def test_the_patterns_of_the_release_checks_match() -> None:
+    """Otherwise the checks of the tag would refuse every release."""
     assert re.search(r'^__version__ = "\d+\.\d+\.\d+"$', text_of("superbatch/_version.py"), re.MULTILINE)
     assert f'\nRepository = "{ADDRESS}"\n' in text_of("pyproject.toml")
 
