@@ -1,4 +1,4 @@
-"""Exchanges, time and peak memory of an update on several ranks, against the best loops by hand.
+"""Collectives, time and peak memory of an update on several ranks, against the best hand-written loops.
 
     python benchmarks/ranks.py [--ranks 2,3,4] [--rounds N] [--peers all|none] [--small] [--json FILE]
 
@@ -6,12 +6,12 @@ For each number of ranks, gloo processes train the same model on the same, unequ
 loop makes two updates, in a random order that is the same on all ranks, with a barrier before each turn.
 Columns: collectives of parameters and gradients, and of a few numbers; the MiB that a rank sends in a ring;
 peak bytes of an update, on the rank with the most; the ratio of the median wall times of rank 0 to those of
-the loop by hand, with quartiles of the ratios within a round.
+the hand-written loop, with quartiles of the ratios within a round.
 
-Then the exchanges of each loop run alone, and their time is compared with a model of a ring whose latency and
-bandwidth were measured on the first number of ranks, for each kind of exchange. Finally the time of these
-exchanges is predicted for 8 and 64 ranks of networks with given latency and bandwidth, for a model of 7
-billion parameters in the same number of groups.
+Then the collectives of each loop run alone. Their time is compared with a model of a ring, whose latency and
+bandwidth were measured on the first number of ranks for each kind of collective. Finally their time is
+predicted for 8 and 64 ranks of networks with given latency and bandwidth, for a model of 7 billion parameters
+in the same number of groups.
 """
 
 import argparse
@@ -43,7 +43,7 @@ PARAMETERS = 7e9
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one loop on a number of ranks."""
+    """Row of the table: one loop on a number of ranks."""
 
     ranks: int
     name: str
@@ -58,12 +58,12 @@ class Row:
     low: float
     high: float
     alone: float
-    parameters: int  # bytes of all exchanges
+    parameters: int  # bytes of all parameters
     exchanges: list[Exchange]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the ranks, and print the tables."""
+    """Run the ranks and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], dict[Kind, Network]]:
-    """Start the ranks; return the results of the first one."""
+    """Start the ranks; return the results of the first."""
     own = ["--ranks", str(count), "--rounds", str(options.rounds), "--peers", options.peers]
     found = found_by_ranks(__file__, count, [*own, *(["--small"] if options.small else [])])
     rows = [Row(**{**row, "exchanges": [Exchange(**e) for e in row["exchanges"]]}) for row in found["rows"]]
@@ -110,7 +110,7 @@ def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], dict[
 
 
 def _one_rank(options: argparse.Namespace, count: int) -> None:
-    """Run one rank, and end the process."""
+    """Run one rank and end the process."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(options.rank), "WORLD_SIZE": str(count)}
     # Other libraries read these variables, and use the existing process group.
@@ -143,7 +143,7 @@ def _measured(setting: Setting, entries: list[Contestant], rounds: int) -> list[
         for _ in range(WARM_UP):
             update()
         exchanges[entry.name] = counted(update)
-        # The least of several: gloo's threads free a buffer at a varying moment.
+        # The minimum of several runs, because gloo's threads free a buffer at varying times.
         peaks[entry.name] = min(_largest(peak_bytes(update)) for _ in range(PEAKS))
         updates[entry.name], parameters[entry.name] = update, _parameters(model)
     times: dict[str, list[float]] = {entry.name: [] for entry in entries}
@@ -195,7 +195,7 @@ def _largest(number: int) -> int:
 
 
 def _alone(exchanges: list[Exchange]) -> float:
-    """Return the time of exchanges while nothing else runs: the median of seven."""
+    """Return the time of collectives without other work: the median of seven."""
     return statistics.median(_time_of(exchanges) for _ in range(7))
 
 
@@ -216,7 +216,7 @@ def _time_of(exchanges: list[Exchange]) -> float:
 
 
 def _network() -> dict[Kind, Network]:
-    """Return the latency and bandwidth of each kind of exchange among the ranks."""
+    """Return the latency and bandwidth of each kind of collective among the ranks."""
     return {kind: _network_of(kind) for kind in KINDS}
 
 
