@@ -147,7 +147,7 @@ def print_limits(name: str, limited: Limited, true: dict[str, TrueLimit], rows: 
     for loop, limit in true.items():
         how = f"found with {len(limit.tried)} processes" if limit.tried else "given"
         sharp = "" if limit.sharp else f", not sharp: {limit.highest} fitted too"
-        print(f"  true limit of the loop by hand ({loop}): {limit.samples} samples ({how}{sharp})")
+        print(f"  true limit of the hand-written loop ({loop}): {limit.samples} samples ({how}{sharp})")
     header = [
         "finder",
         "chosen",
@@ -252,10 +252,12 @@ def main() -> int:
     )
     parser.add_argument("--parts", default="limits,peaks,failures")
     parser.add_argument("--work", default="mlp,convnet,transformer")
-    parser.add_argument("--finders", default="all", help='"all", "none" (ours) or names separated by commas')
+    parser.add_argument(
+        "--finders", default="all", help='"all", "none" (superbatch) or names separated by commas'
+    )
     parser.add_argument("--true", default="", help="known true limits: convnet=5002,mlp:plain=914")
     parser.add_argument("--malloc", choices=["mapped", "default"], default="mapped")
-    parser.add_argument("--quick", action="store_true", help="one small training: tests the benchmark")
+    parser.add_argument("--quick", action="store_true", help="one small training, to test the program")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     try:

@@ -68,9 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", default="2,3,4", help="numbers of processes (default: 2,3,4)")
-    parser.add_argument("--rounds", type=int, default=9, help="(default: 9)")
-    parser.add_argument("--peers", choices=["all", "none"], default="all", help="(default: all)")
-    parser.add_argument("--small", action="store_true", help="a tiny model: a test of the program")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds (default: 9)")
+    parser.add_argument(
+        "--peers", choices=["all", "none"], default="all", help="other libraries (default: all)"
+    )
+    parser.add_argument("--small", action="store_true", help="a tiny model, to test the program")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _one_rank(options, counts[0])
     if options.peers == "all":
         for name in missing_peers():
-            print(f"{name} is not installed here: its row is left out.")
+            print(f"{name} is not installed, so its row is missing.")
     rows: list[Row] = []
     network: dict[Kind, Network] | None = None
     for count in counts:
@@ -95,9 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     wrong = [row for row in rows if row.distance > 1e-4 and row.name.startswith("superbatch")]
     for row in wrong:
-        print(
-            f"{row.name}, {row.ranks} ranks: the update differs by {row.distance:.1e} from the loop by hand"
-        )
+        print(f"{row.name}, {row.ranks} ranks: the update differs by {row.distance:.1e} from that by hand")
     return bool(wrong)
 
 
@@ -259,7 +259,7 @@ def _print_check(rows: list[Row], network: dict[Kind, Network], first: int) -> N
             ]
         )
     title = f"Prediction from {first} ranks: " + ", ".join(
-        f"{kind} {1e6 * each.latency:.0f} us per turn of a ring, {each.bandwidth / 1e9:.2f} GB/s"
+        f"{kind} {1e6 * each.latency:.0f} us per step of a ring, {each.bandwidth / 1e9:.2f} GB/s"
         for kind, each in network.items()
     )
     print_table(
@@ -287,7 +287,7 @@ def _print_larger(rows: list[Row], first: int) -> None:
             )
         print_table(
             f"{title}, 7 billion parameters in float32, {ranks} ranks",
-            ["", "GB sent", "s of exchanges", "ms of numbers"],
+            ["", "GB sent", "s of collectives", "ms of numbers"],
             cells,
         )
         print()

@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=60, help="(default: 60)")
-    parser.add_argument("--small", action="store_true", help="a tiny model: a test of the program")
+    parser.add_argument("--rounds", type=int, default=60, help="rounds (default: 60)")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to test the program")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -203,7 +203,7 @@ def _least(times: list[float]) -> float:
 def _print(found: dict[str, Any]) -> None:
     print_table(
         f"{RANKS} ranks",
-        ["", "exchanges of numbers", "ms", "ratio of medians", "quartiles"],
+        ["", "collectives of numbers", "ms", "ratio of medians", "quartiles"],
         [
             [
                 *(row["name"], str(row["numbers"]), f"{row['milliseconds']:.1f}", f"{row['ratio']:.3f}"),
@@ -218,7 +218,7 @@ def _print(found: dict[str, Any]) -> None:
     )
     for how, shares in found["shares"].items():
         print(
-            f"The vote takes {shares['vote']:.2%} of an update, and all exchanges of numbers "
+            f"The vote takes {shares['vote']:.2%} of an update, and all collectives of numbers "
             f"{shares['all']:.2%} more than those by hand (ratio of {how})."
         )
 
