@@ -177,7 +177,7 @@ def test_a_window_needs_no_more_memory_than_the_best_hand_written_loop(tmp_path)
     result = run(str(program))
     assert result.returncode == 0, result.stderr
     peaks = json.loads(result.stdout.splitlines()[-1])
-    assert peaks["by hand"] < peaks["by hand, usual"], "the premise: something can outlive its turn"
+    assert peaks["by hand"] < peaks["by hand, usual"], "the premise: tensors can outlive their micro-batch"
     # Each micro-batch adds a few bytes: its detached loss and the scaling gradient.
     assert peaks["superbatch"] <= peaks["by hand"] + 1024
     assert peaks["superbatch, whole batch"] <= peaks["by hand, cuts the batch"] + 1024

@@ -40,7 +40,7 @@ def test_cached_gradients_are_used_where_they_are_exact(measured):
     assert rows["towers", "gradcache"]["float64"] <= 1e-12
     assert rows["towers", "cached"]["float64"] <= 1e-12
     assert rows["views", "gradcache"]["float64"] > 1e-2, "BatchNorm sees micro-batches"
-    assert ("views", "cached") not in rows, "it refuses"
+    assert ("views", "cached") not in rows, "cached gradients are refused"
     assert ("convnet", "gradcache") not in rows
 
 
@@ -89,11 +89,15 @@ def test_micro_batches_of_one_need_no_more_device_memory_than_plain_accumulation
     rows = [line.split() for line in done.stdout.splitlines()]
     device, host = ({(int(row[0]), row[1]): int(row[place]) for row in rows} for place in (2, 3))
     assert len(rows) == 4 and host[many, "accumulation"] == 0
-    assert host[many, "virtual-host"] > 3.9 * host[few, "virtual-host"] > 0, "premise: ours is on the host"
+    assert host[many, "virtual-host"] > 3.9 * host[few, "virtual-host"] > 0, (
+        "premise: superbatch stores values on the host"
+    )
     for samples in (few, many):
         assert device[samples, "virtual-host"] <= 1.1 * device[samples, "accumulation"]
-    assert device[few, "accumulation"] == device[many, "accumulation"], "premise: that is flat"
-    assert device[many, "virtual-host"] <= grows * device[few, "virtual-host"], "and so is ours"
+    assert device[few, "accumulation"] == device[many, "accumulation"], "premise: its peak is constant"
+    assert device[many, "virtual-host"] <= grows * device[few, "virtual-host"], (
+        "superbatch's peak is constant too"
+    )
 
 
 def test_overhead_is_relative_and_the_table_is_complete(measured):
@@ -126,7 +130,7 @@ def test_compilation_is_measured():
     row = result.stdout.split("\n")[0].split(" | ")
     assert row[0] == "convnet"
     assert int(row[5]) > 0, "the premise: something is compiled"
-    assert int(row[6]) == 0, "and in no later update"
+    assert int(row[6]) == 0, "no later update compiles"
     assert float(row[8].split()[3]) <= 1e-12
 
 

@@ -46,7 +46,7 @@ def test_superbatch_rounds_like_the_full_batch(tmp_path):
     assert done.returncode == 0, done.stdout
     assert 0 < errors["full batch"] < 1e-5, "float32 against float64"
     assert errors["superbatch, 8"] < 1.5 * errors["full batch"]
-    assert errors["optax microbatch(grad), 8"] > 1e-2, "the texts differ in length"
+    assert errors["optax microbatch(grad), 8"] > 1e-2, "texts have different lengths"
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def measured(tmp_path_factory):
 def test_peaks_equal_those_of_the_best_hand_written_loop(measured):
     peaks = {row["name"]: row for row in measured["peaks"]}
     best, usual = peaks["by hand, best"], peaks["by hand, usual"]
-    assert usual["units"] - best["units"] == pytest.approx(1, abs=1e-3), "the premise: an output lives on"
+    assert usual["units"] - best["units"] == pytest.approx(1, abs=1e-3), "the premise: an output stays alive"
     assert 3 < best["units"] < 3.13
     for name in ("superbatch", "superbatch, whole batch"):
         assert peaks[name]["bytes"] <= best["bytes"] + 1024
@@ -82,9 +82,9 @@ def test_failures_change_nothing_and_the_comparison_can_fail(measured):
     ours = [row for row in rows if row["how"] == "superbatch"]
     assert {row["model"] for row in ours} == {"mlp", "convnet", "transformer"}
     for row in ours:
-        assert sum(row["counts"].values()) == row["windows"] == 20, "memory ran out in every window"
-        assert min(row["counts"].values()) > 0, "in every place"
-        assert row["half_way"] > 0, "a gradient was half there"
+        assert sum(row["counts"].values()) == row["windows"] == 20, "every window runs out of memory"
+        assert min(row["counts"].values()) > 0, "there were failures in every place"
+        assert row["half_way"] > 0, "some gradients were already added"
         assert row["error"] <= 1e-12
         assert row["buffers"]
     naive = [row for row in rows if row["how"] != "superbatch"]

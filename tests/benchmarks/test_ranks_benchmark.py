@@ -32,7 +32,7 @@ def test_no_hand_written_loop_has_fewer_collectives(tmp_path: Path) -> None:
         assert row["peak"] <= by_hand["peak"] + 1024, "numbers"
     for name in {row["name"] for row in ours}:
         kinds = [Counter(each["kind"] for each in rows[name, ranks]["exchanges"]) for ranks in (2, 3)]
-        assert kinds[0] == kinds[1], "two ranks predict three"
+        assert kinds[0] == kinds[1], "two and three ranks have the same collectives"
     assert "64 GPUs of 8 machines" in result.stdout
 
 

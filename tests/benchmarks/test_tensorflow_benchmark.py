@@ -27,4 +27,4 @@ def test_errors_of_each_way(tmp_path):
     assert errors["by hand, as tutorials"] > 1e-3 and errors["Keras gradient_accumulation_steps"] > 1e-3
     ours = {name: error for name, error in errors.items() if name.startswith("superbatch")}
     assert len(ours) == 4 and max(ours.values()) < 1e-12, ours
-    assert "error" not in done.stdout.splitlines()[-1], "nothing of ours is beyond its bound of exactness"
+    assert "error" not in done.stdout.splitlines()[-1], "superbatch is within its bounds"

@@ -126,7 +126,7 @@ def test_caffes_threshold_is_iter_size_times_tighter() -> None:
     assert largest(as_caffe, caffe) <= 1e-15
     assert largest(as_caffe, batch) > 0.05
     assert largest(mean, batch) <= 1e-15
-    assert largest(four_times, batch) <= 1e-7, "a threshold iter_size times as large is the same, in float32"
+    assert largest(four_times, batch) <= 1e-7, "a threshold iter_size times as large is equal in float32"
 
 
 def test_clipping_after_the_division_is_found() -> None:
@@ -142,7 +142,7 @@ def test_ignored_labels(average: Literal["caffe", "exact"]) -> None:
     config = parse_solver('base_lr: 0.5 lr_policy: "fixed" momentum: 0.9 iter_size: 4')
     parts = data_of([4] * 4, ignored=True)
     valid = [int((labels != IGNORED).sum()) for _, labels in parts]
-    assert valid == [3, 2, 1, 0], "the premise: unequal, and one empty"
+    assert valid == [3, 2, 1, 0], "the premise: unequal counts, and one is 0"
     ours, means, batch = model_of(), model_of(), model_of()
     caffe = solver(config, ours.parameters())
 
@@ -172,7 +172,7 @@ def test_ignored_labels(average: Literal["caffe", "exact"]) -> None:
         mean = of_means.step([lambda part=part: loss_of(means, part) for part in parts], 0.5)
         real = of_batch.step([lambda: loss_of(batch, whole)], 0.5)
         assert update.loss == pytest.approx(mean if average == "caffe" else real, abs=1e-14)
-    assert largest(means, batch) > 0.05, "the premise: a mean of means is something else"
+    assert largest(means, batch) > 0.05, "the premise: a mean of means is different"
     assert largest(ours, means if average == "caffe" else batch) <= 1e-14
 
 

@@ -99,7 +99,7 @@ def error_lines(started: Forked, *, seconds: float) -> Iterator[str]:
     for number in itertools.count():
         end = time.monotonic() + seconds
         while len(lines := started.output()[1].split("\n")) < number + 2:
-            assert time.monotonic() < end, "nothing was said in time"
+            assert time.monotonic() < end, "no output in time"
             assert started.poll() is None, started.output()
             time.sleep(0.01)
         yield lines[number]

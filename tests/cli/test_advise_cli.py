@@ -63,7 +63,7 @@ def test_advice_for_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert 1 <= len(below) <= 3, "caveats"
     assert "4.84 GiB (4 bytes a parameter)" not in shown.out
     assert "4.84 GiB (4 bytes a parameter)" in (out / "report.html").read_text(encoding="utf-8")
-    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert "\x1b" not in shown.out + shown.err, "no colours without a terminal"
     assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
     assert (out / "plot.png").read_bytes().startswith(PNG)
     report = read(out)

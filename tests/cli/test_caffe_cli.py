@@ -74,7 +74,7 @@ def test_only_json_is_printed(solver: str, capsys: pytest.CaptureFixture[str]) -
     assert run(solver, "--json") == 0
     report = from_json(CaffeExplained, capsys.readouterr().out)
     assert (report.updates, report.effective_batch) == (1000, None)
-    assert os.listdir() == [solver], "no files unless they are asked for"
+    assert os.listdir() == [solver], "no files unless requested"
     assert run(solver, "--json", "--out", "made/here") == 0
     assert commands.read(CaffeExplained, Path("made/here")).policy == "multistep"
 
@@ -123,7 +123,7 @@ def assert_refused(capsys: pytest.CaptureFixture[str], message: str, *arguments:
     assert shown.out == ""
     assert re.search(message, line), line
     assert re.fullmatch(ONE_LINE, line), line
-    assert os.listdir() == before, "nothing is left behind"
+    assert os.listdir() == before, "files were left behind"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")

@@ -49,7 +49,7 @@ def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     )
     assert [line.split("  ")[0] for line in lines[3:6]] == ["1x20 (real batch)", "4x5", "13/5/2"]
     assert lines[6].startswith("Every split trains like the real batch: weights within")
-    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert "\x1b" not in shown.out + shown.err, "no colours without a terminal"
     assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
     assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.html", "report.json"]
     assert (out / "plot.png").read_bytes().startswith(PNG)
@@ -124,7 +124,7 @@ def test_only_json_is_printed(
     assert run(PLANE, *QUICK, "--json") == 0
     report = from_json(Comparison, capsys.readouterr().out)
     assert report.recipe == "plane"
-    assert list(tmp_path.iterdir()) == [], "no files unless they are asked for"
+    assert list(tmp_path.iterdir()) == [], "no files unless requested"
 
 
 def test_each_run_writes_to_its_own_folder(
@@ -249,4 +249,4 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path, workers: str, whole_grou
         assert re.match(r"plane: \d+ of 5000 runs", out)
         assert "Partial:" in (tmp_path / "report.html").read_text(encoding="utf-8")
         assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
-        assert ended(started.pid, seconds=10), "a worker process is left"
+        assert ended(started.pid, seconds=10), "a worker process still runs"

@@ -105,7 +105,7 @@ def test_wrong_input_gives_one_line_and_exit_code_2(
     (line,) = shown.err.splitlines()
     assert re.search(message, line), line
     assert re.fullmatch(ONE_LINE, line), line
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert list(tmp_path.iterdir()) == [], "files were left behind"
 
 
 def test_a_child_process_prints_no_traceback(tmp_path: Path) -> None:

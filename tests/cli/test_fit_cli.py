@@ -46,7 +46,7 @@ def test_output_is_tables_sentences_and_files(tmp_path: Path, capsys: pytest.Cap
     assert re.search(r"^Use micro-batches of \d+: the fastest of those timed", shown.out, re.MULTILINE)
     said = "The whole batch fits in 2.00 MiB (asked for); so would about 2000 samples or more."
     assert said in shown.out
-    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert "\x1b" not in shown.out + shown.err, "no colours without a terminal"
     assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
     assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.html", "report.json"]
     assert (out / "plot.png").read_bytes().startswith(PNG)
@@ -63,7 +63,7 @@ def test_only_json_is_printed(
     assert run(PLANE, *QUICK, "--sizes", "4, 20", "--json") == 0
     report = from_json(Fitting, capsys.readouterr().out)
     assert [size.samples for size in report.sizes] == [4, 20]
-    assert list(tmp_path.iterdir()) == [], "no files unless they are asked for"
+    assert list(tmp_path.iterdir()) == [], "no files unless requested"
 
 
 def test_each_run_writes_to_its_own_folder(
@@ -137,7 +137,7 @@ def test_wrong_input_gives_one_line_and_exit_code_2(
     (line,) = shown.err.splitlines()
     assert re.search(message, line), line
     assert re.fullmatch(ONE_LINE, line), line
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert list(tmp_path.iterdir()) == [], "files were left behind"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")
@@ -169,11 +169,11 @@ def test_a_terminal_shows_a_progress_bar_and_unwrapped_tables(tmp_path: Path) ->
     assert re.search(r"fit own_recipe.py:plane .+ \d+ %", bar)
     lines = [line for line in tables.splitlines() if "wrote" not in line]  # a path may be wider
     assert max(map(len, lines)) <= columns
-    assert "1000 too large" in tables, "the premise: the widest name of a row is there"
+    assert "1000 too large" in tables, "the premise: the widest row name is present"
     assert " > limit" in tables
     rows = [line.split("  ") for line in lines if re.match(r" *\d+ ( |too|fastest|largest)", line)]
     report = read(tmp_path)
-    assert len(rows) == len(report.sizes) + len(report.reach), "each row is one line: nothing is folded"
+    assert len(rows) == len(report.sizes) + len(report.reach), "a row is wrapped"
 
 
 def test_help_imports_no_framework() -> None:

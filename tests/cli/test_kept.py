@@ -47,7 +47,7 @@ class Elements(HTMLParser):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, "closed in the order in which they were opened"
+        assert self.open.pop() == tag, "tags are closed in the wrong order"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -90,7 +90,7 @@ def test_ctrl_c_before_the_first_measurement(
         "superbatch: interrupted before the first measurement; no file was written"
     )
     assert list(tmp_path.iterdir()) == []
-    assert load_recipe is not interrupt, "the premise: the commands look it up when they run"
+    assert load_recipe is not interrupt, "the premise: the commands look up the function when they run"
 
 
 def test_ctrl_c_during_a_plot(

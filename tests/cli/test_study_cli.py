@@ -140,7 +140,7 @@ def test_wrong_input_gives_one_line_and_exit_code_2(
     assert shown.out == ""
     (line,) = shown.err.splitlines()
     assert re.search(message, line), line
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert list(tmp_path.iterdir()) == [], "files were left behind"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")

@@ -53,7 +53,7 @@ def test_output_is_a_table_sentences_and_files(tmp_path: Path, capsys: pytest.Ca
         "4x5 and 13/5/2 survey like the real batch: from the same weights and samples"
     )
     assert lines[-1].startswith("Coinciding curves are weak evidence.")
-    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert "\x1b" not in shown.out + shown.err, "no colours without a terminal"
     assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
     assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.html", "report.json"]
     assert (out / "plot.png").read_bytes().startswith(PNG)
@@ -77,7 +77,7 @@ def test_only_json_is_printed(
     monkeypatch.chdir(tmp_path)
     assert run(PLANE, *QUICK, "--json") == 0
     assert from_json(Surveys, capsys.readouterr().out).recipe == "plane"
-    assert list(tmp_path.iterdir()) == [], "no files unless they are asked for"
+    assert list(tmp_path.iterdir()) == [], "no files unless requested"
 
 
 def test_each_run_writes_to_its_own_folder(
@@ -132,7 +132,7 @@ def test_wrong_input_gives_one_line(
     (line,) = shown.err.splitlines()
     assert re.search(message, line), line
     assert re.fullmatch(ONE_LINE, line), line
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert list(tmp_path.iterdir()) == [], "files were left behind"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")

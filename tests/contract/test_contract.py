@@ -74,7 +74,7 @@ def pairs() -> list[Any]:
 @pytest.mark.parametrize(("case", "name", "way"), pairs())
 def test_a_backend_keeps_the_contract(case: dict[str, Any], name: str, way: str) -> None:
     runner = backend(name)
-    assert WAYS[name] == runner.WAYS, "each way has its tests"
+    assert WAYS[name] == runner.WAYS, "each way has tests"
     if runner.can(case, way):
         check(case, runner.run(case, way))
 

@@ -61,7 +61,7 @@ def test_the_cosine_of_two_halves_has_the_expected_mean(ratio: float) -> None:
     )
     mean, error = mean_and_error(cosines)
     assert abs(mean - expected_cosine(ratio)) < 4 * error + 4 / d
-    assert abs(mean - 1 / (1 + ratio)) > 10 * error, "a mutant: as if each half had the batch's noise"
+    assert abs(mean - 1 / (1 + ratio)) > 10 * error, "the mutant: each half has the noise of the batch"
 
 
 @given(st.floats(1e-3, 1e3))
@@ -85,7 +85,7 @@ def test_the_naive_norm_test_passes_whatever_the_noise() -> None:
     variance, signals = (np.array([part[i] for part in parts]) for i in (1, 0))
     naive = variance.mean() / b2.mean()
     assert naive == pytest.approx(naive_ratio(ratio), abs=0.01)
-    assert naive < 1, "it passes"
+    assert naive < 1, "the naive test passes"
     mean, error = mean_and_error(signals)
     assert abs(mean - 1) < 4 * error
     assert variance.mean() / mean == pytest.approx(ratio, rel=4 * error / mean + 0.02)
@@ -141,9 +141,9 @@ def test_the_controller_finds_the_noise_scale_and_stays_unbiased(scale: float) -
     assert all(after <= 2 * before and before <= 2 * after for before, after in pairwise(ks))
     moved = sum(after != before for before, after in pairwise(ks))
     assert all(abs(after - before) > 0.1 * before for before, after in pairwise(ks) if after != before)
-    assert moved > 10, "premise: it goes on deciding"
+    assert moved > 10, "premise: it continues to decide"
     mean, error = mean_and_error(np.array(along))
-    assert abs(mean - 1) < 4 * error, "predictable windows leave the mean unbiased"
+    assert abs(mean - 1) < 4 * error, "windows of predictable length leave the mean unbiased"
     assert error < 0.03
 
 
@@ -169,9 +169,9 @@ def lengths(kind: type[Controller], gradients: Gradients, updates: int) -> list[
 def test_windows_too_short_to_show_the_signal_grow_until_they_do(scale: float, seed: int) -> None:
     """The mutant stays below 8 steps where 400 are ideal."""
     found = lengths(Controller, Gradients(scale, b=8, seed=seed), 400)
-    assert max(found[:40]) > 8, "it leaves the start"
+    assert max(found[:40]) > 8, "the length grows from its start"
     assert 0.85 < np.median(found[200:]) * 8 / scale < 1.2
-    assert max(found) * 8 < 1.8 * scale, "and does not run away"
+    assert max(found) * 8 < 1.8 * scale, "the length does not explode"
     if scale == 3200.0:
         assert np.mean(lengths(Holding, Gradients(scale, b=8, seed=seed), 80)) < 8
 
@@ -210,7 +210,7 @@ def test_stopping_inside_a_window_biases_the_mean_and_not_the_sum(d: int, least_
     assert abs(mean) < 4 * error, "the sum is unbiased"
     assert error / counts.mean() < 0.02
     biased, error = mean_and_error(sums / counts)
-    assert biased - 1 > max(least_bias, 4 * error), "the mean is not"
+    assert biased - 1 > max(least_bias, 4 * error), "the mean is biased"
 
 
 def test_an_undetermined_noise_scale_keeps_the_length() -> None:
@@ -269,7 +269,7 @@ def test_the_length_of_an_update_is_decided_once() -> None:
 
     steps = Controller(now, microbatch=10, start=5)
     assert [steps(3), steps(3), steps(3)] == [10, 10, 10]
-    assert len(asked) == 1, "update 3 is not the first: it was decided, once"
+    assert len(asked) == 1, "update 3 is decided once, although it is not the first"
     steps = Controller(now, microbatch=10, start=5)
     assert [len(window) for window in windows(range(50), steps)] == [5, 10, 20, 15]
 
@@ -294,7 +294,7 @@ def test_a_controller_resumes_from_its_state() -> None:
                 state = steps.state_dict()
                 steps = Controller(lambda: next(source), microbatch=10, start=4)
                 steps.load_state_dict(state)
-                assert steps(update) == lengths[-1], "the window in flight keeps its length"
+                assert steps(update) == lengths[-1], "the open window keeps its length"
         return lengths
 
     assert run(None) == run(0) == run(3)

@@ -127,7 +127,7 @@ def test_no_noise_scale_gives_the_verdict_undetermined() -> None:
     low = advise(
         microbatch_size=32, accumulation_steps=16, noise=NoiseRange(None, 1e6, math.inf), times=CLUSTER
     )
-    assert low.verdict == "helps", "a lower end may be enough"
+    assert low.verdict == "helps", "a lower end may suffice"
 
 
 def test_an_unbounded_interval_is_never_wasteful() -> None:

@@ -125,7 +125,7 @@ def test_phases_reach_the_loss_of_the_decayed_rate_in_fewer_updates(momentum: An
     schedule = grow_batch(factor, batch=8, microbatch=8, momentum=momentum)
     decayed, many = run(None, factor, batch=8, samples=60_000)
     grown, few = run(schedule, factor, batch=8, samples=60_000)
-    assert decayed[0] > 2 * decayed[1] > 4 * decayed[2], "premise: each phase cools"
+    assert decayed[0] > 2 * decayed[1] > 4 * decayed[2], "premise: each phase lowers the noise"
     for ours, theirs in zip(grown, decayed, strict=True):
         assert ours == pytest.approx(theirs, rel=0.08)
     assert few == pytest.approx(many * (1 + 0.2 + 0.04) / 3, rel=0.01)

@@ -60,7 +60,7 @@ def test_imports_go_down_only() -> None:
 
 def test_imports_between_the_folders_of_virtual_go_down_only() -> None:
     folders = {file.parent.name for file in (ROOT / "superbatch/torch/virtual").glob("*/*.py")}
-    assert folders == set(layers.FOLDERS), "the premise: each folder has its place"
+    assert folders == set(layers.FOLDERS), "the premise: each folder has a rank"
     found = layers.upward_in_virtual(ROOT)
     assert not found, "\n".join(found)
 
@@ -158,7 +158,7 @@ def test_importing_every_module_changes_nothing() -> None:
 )
 def test_a_planted_import_is_found(skeleton: Path, file: str, code: str, message: str) -> None:
     planted = skeleton / "superbatch" / file
-    assert not planted.exists(), "the premise: what is found is the plant"
+    assert not planted.exists(), "the premise: the message names the planted import"
     planted.write_text(code + "\n", encoding="utf-8")
     try:
         found = layers.check(skeleton)
@@ -207,7 +207,7 @@ def test_a_planted_circle_is_found(tmp_path: Path, back: str) -> None:
     codes = {"first": "from .second import x", "second": "from . import third", "third": "", "fourth": back}
     for name, code in codes.items():
         (package / f"{name}.py").write_text(code + "\n", encoding="utf-8")
-    assert layers.circles(tmp_path) == [], "the premise: without the way back there is none"
+    assert layers.circles(tmp_path) == [], "the premise: without the second import there is no circle"
     (package / "third.py").write_text(back + "\n", encoding="utf-8")
     assert layers.circles(tmp_path) == [{f"superbatch.torch.{name}" for name in ("first", "second", "third")}]
 
@@ -236,7 +236,7 @@ def test_planted_effects_on_torch_are_found(tmp_path: Path) -> None:
         "torch.set_num_threads(torch.get_num_threads() + 1)": "torch, number of threads: ",
         "torch.Tensor.backward = lambda self: None": "Tensor.backward: patched",
     }
-    assert effects_of("import torch", tmp_path) == [], "the premise: to import torch is no effect"
+    assert effects_of("import torch", tmp_path) == [], "the premise: importing torch is not an effect"
     found = effects_of("import torch\n" + "\n".join(plants), tmp_path)
     assert len(found) == len(plants), found
     assert all(any(line.startswith(message) for line in found) for message in plants.values()), found

@@ -154,7 +154,7 @@ def test_the_meter_takes_the_ratio_of_debiased_means() -> None:
     """Compare with explicit weights; negative signals of single windows are not clamped."""
     normal = random.Random(5).gauss
     found = [Estimate(normal(0.5, 2), normal(3, 2)) for _ in range(30)]
-    assert min(one.signal for one in found) < 0 < min(30, 1), "the premise: a signal came out negative"
+    assert min(one.signal for one in found) < 0 < min(30, 1), "the premise: a signal is negative"
     samples = [float(8 + i % 3) for i in range(30)]
     meter = NoiseMeter(beta=0.9)
     for one, n in zip(found, samples, strict=True):
@@ -240,7 +240,7 @@ def test_fieller_covers(
     assert covered / runs >= 0.93 - 2 * math.sqrt(0.95 * 0.05 / runs)
     assert least_unbounded <= unbounded / runs <= most_unbounded
     if least_unbounded:
-        assert delta / runs < 0.93, "the mutant: a delta-method interval, which always ends"
+        assert delta / runs < 0.93, "the mutant: a delta-method interval is always bounded"
 
 
 def test_a_zero_signal_gives_no_value() -> None:
@@ -251,7 +251,7 @@ def test_a_zero_signal_gives_no_value() -> None:
     noise = meter.estimate()
     assert (noise.batch_size, noise.high, noise.determined) == (None, math.inf, False)
     assert noise.reason == "signal not distinguishable from noise"
-    assert noise.low > 32, "what is known is that it is not small"
+    assert noise.low > 32, "the noise scale is known to be large"
     assert from_json(Noise, to_json(noise)) == noise
 
 

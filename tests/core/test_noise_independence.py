@@ -174,7 +174,7 @@ def test_shared_noise_withholds_the_value_and_the_upper_end() -> None:
     assert fine.summary().endswith(f"samples ({fine.low:.4g} to {fine.high:.4g}), {ASSUMPTION}")
     for part in (shared, *shared.groups, *shared.models):
         assert (part.batch_size, part.high) == (None, math.inf)
-    assert shared.low > 0, "the true number is larger still"
+    assert shared.low > 0, "the true noise scale is even larger"
     assert not shared.determined
     assert shared.reason is not None
     assert "micro-batches of a window share noise" in shared.reason

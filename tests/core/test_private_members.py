@@ -67,7 +67,7 @@ def test_private_members_are_used_by_their_own_object() -> None:
     beyond = [
         use for name, uses in found.items() if len(uses) > ALLOWED.get(name, (0, ""))[0] for use in uses
     ]
-    assert not beyond, "give what is needed a public name:\n" + "\n".join(beyond)
+    assert not beyond, "give these members a public name:\n" + "\n".join(beyond)
 
 
 def test_a_use_from_outside_is_found(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_kept_half_life_keeps_the_steps_of_rare_coordinates() -> None:
     left_alone = adam_steps(1, 0.95, updates=20_000, seed=1)
     kept = adam_steps(1, scaled_beta(0.95, 1 / 512), updates=40_000, seed=2)
     assert (left_alone, large) == pytest.approx((0.050, 0.223), rel=0.05)
-    assert kept == pytest.approx(large, rel=0.1), "0.229 where the second moment is as good as known"
+    assert kept == pytest.approx(large, rel=0.1), "0.229 for a well-estimated second moment"
 
 
 @given(st.floats(1 / 64, 64), st.sampled_from(RULES["adamw"]), ratios)

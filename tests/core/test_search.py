@@ -50,7 +50,7 @@ def test_a_maximum_of_lines_is_overestimated_between_its_points():
 
     curve = fit_curve([(n, peak(n)) for n in (1, 100, 400, 1000)])
     assert all(curve.at(n) >= peak(n) for n in range(1, 1001))
-    assert any(curve.at(n) > peak(n) for n in range(1, 1001)), "the points would be all of it"
+    assert any(curve.at(n) > peak(n) for n in range(1, 1001)), "there would be as many measurements as sizes"
     assert curve.error > 0
 
 

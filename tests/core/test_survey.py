@@ -107,7 +107,9 @@ def stops_at(losses: list[float], beta: float = 0.8) -> int | None:
 def test_one_noisy_window_does_not_stop_the_survey() -> None:
     """Ten times the loss in one window would stop sconce, which reads the raw loss."""
     assert stops_at([1.0] * 20 + [10.0] + [1.0] * 20) is None
-    assert stops_at([1.0] * 20 + [10.0], beta=0.0) == 20, "the premise: the raw loss is beyond 4 times"
+    assert stops_at([1.0] * 20 + [10.0], beta=0.0) == 20, (
+        "the premise: the raw loss exceeds 4 times its minimum"
+    )
 
 
 def test_it_stops_when_the_smoothed_loss_is_beyond_four_times_its_best() -> None:
@@ -165,7 +167,7 @@ def test_the_onset_of_an_even_descent_is_after_a_fifth(at: float) -> None:
     assert found.onset is not None
     assert found.minimum is not None
     fifth = AXIS[FIRST] * (at / AXIS[FIRST]) ** 0.2
-    assert abs(math.log10(found.onset / fifth)) <= 0.12, "the smooth curve turns before the edge"
+    assert abs(math.log10(found.onset / fifth)) <= 0.12, "the smoothed curve turns before the edge"
     assert found.minimum == pytest.approx(at / 10, rel=0.13), "a point of the axis"
     assert found.onset_range is not None
     assert found.onset_range[0] <= found.onset <= found.onset_range[1]
@@ -248,7 +250,7 @@ def test_suggestions_are_among_the_points(losses: list[float]) -> None:
     assert found.steepest is None or found.steepest in kept
     assert found.minimum is None or 10 * found.minimum in [pytest.approx(x) for x in kept]
     if found.onset is not None and found.minimum is not None:
-        assert found.onset <= 10.001 * found.minimum, "the onset is not behind the lowest point"
+        assert found.onset <= 10.001 * found.minimum, "the onset is not after the lowest point"
 
 
 @given(losses=losses_of)

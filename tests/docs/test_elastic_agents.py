@@ -103,7 +103,7 @@ def test_a_machine_is_lost_and_the_other_one_continues(tmp_path: Path) -> None:
     assert re.search(r"begins: .* 2 ranks", said), "premise: both have trained"
     resumed = re.search(r"resumes out/\S*-(\d+): .* 1 ranks", said)
     assert resumed, said
-    assert 0 < int(resumed[1]) <= done < UPDATES, "premise: it was lost on its way"
+    assert 0 < int(resumed[1]) <= done < UPDATES, "premise: it was lost during training"
     assert "RankError: Another rank has ended" in said
     expected, found = rows(whole), rows(elastic)
     assert len(found) == len(expected) == UPDATES

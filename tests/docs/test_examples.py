@@ -91,7 +91,7 @@ def test_the_training_program_is_stopped_and_resumes_bit_for_bit(
         os.kill(program.pid, number)
         assert program.wait() == code, program.output()
     (saved,) = (path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
-    assert 0 < int(saved.rsplit("-", 1)[1]) < UPDATES, "premise: it was stopped on its way"
+    assert 0 < int(saved.rsplit("-", 1)[1]) < UPDATES, "premise: it was stopped during training"
     again = run("train.py", *LONGER, folder=tmp_path)
     assert again.startswith(f"resumes out/{saved}: ")
     assert "noise scale " in again

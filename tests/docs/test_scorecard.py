@@ -35,7 +35,7 @@ def test_a_changed_number_changes_the_table():
 def test_the_record_has_every_column_and_case_in_both_precisions():
     columns = set(RECORD["columns"])
     assert {"tutorial", "accelerate", "lightning", "hf", "ours"} <= columns
-    assert len(RECORD["rows"]) == 2 * len(RECORD["cases"]) - 1, "the bfloat16 case stands once"
+    assert len(RECORD["rows"]) == 2 * len(RECORD["cases"]) - 1, "the bfloat16 case occurs once"
     assert all(set(row["cells"]) == columns for row in RECORD["rows"])
     assert {"torch", "accelerate", "lightning", "transformers"} == set(RECORD["versions"])
 

@@ -186,4 +186,4 @@ def test_a_page_lists_the_packages_it_needs() -> None:
     assert snippets.missing_packages("<!-- needs: json -->\n# A page\n") == []
     assert snippets.missing_packages("<!-- needs: json, not_there -->\n# A page\n") == ["not_there"]
     page = ROOT / "docs" / "jax.md"
-    assert snippets.NEEDS.search(page.read_text(encoding="utf-8")), "the premise: one page needs something"
+    assert snippets.NEEDS.search(page.read_text(encoding="utf-8")), "the premise: one page needs a package"

@@ -74,7 +74,7 @@ def virtual_batchnorm(run: Run) -> Figures:
             task = tasks.batchnorm(run.device, dtype)
             expected = tasks.large_batch(task, run.device)
             plain, _ = tasks.accumulated(task, run.device, 4, participants=[GhostBatchNorm()])
-            assert tasks.error(plain, expected) > 1e-3, "premise: plain accumulation is another gradient"
+            assert tasks.error(plain, expected) > 1e-3, "premise: plain accumulation gives another gradient"
             for size in (1, 4, 8):
                 model = copy.deepcopy(task.model)
                 with virtual_batch(model, size, device=run.device) as batch:

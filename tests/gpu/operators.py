@@ -66,7 +66,7 @@ def _on_virtual(case: OperatorCase, device: torch.device) -> tuple[list[Tensor],
 def _difference(ours: Any, theirs: Any) -> float:
     worst = 0.0
     for a, b in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
-        assert (a is None) == (b is None), "a gradient is there on one side only"
+        assert (a is None) == (b is None), "only one of the two has a gradient"
         if a is None or not a.numel():
             continue
         if not (b.is_floating_point() or b.is_complex()):

@@ -218,7 +218,7 @@ def test_peak_memory_is_that_of_a_microbatch(tmp_path: Path) -> None:
         gradients(loss, features)  # allocates the gradients before the measurement
         peaks.append(peak_bytes(lambda loss=loss, features=features: loss(features, None).backward()))
     large, ours, small = peaks
-    assert large > 8 * small, "the premise: activations are what counts"
+    assert large > 8 * small, "the premise: activations dominate the memory"
     assert ours < 2.5 * small
     assert ours < large / 4
 
@@ -232,7 +232,7 @@ def test_in_the_trainer(tmp_path: Path) -> None:
     assert found_norms == pytest.approx(norms, rel=1e-12)
     assert len(norms) == 2 and min(norms) > 0
     stock, _ = updates(tmp_path, model, Ranking, 4, 3)
-    assert largest_difference(stock, real) > 0.05, "accumulated by the Trainer it is another loss"
+    assert largest_difference(stock, real) > 0.05, "accumulation by the Trainer gives another loss"
 
 
 @pytest.mark.filterwarnings("ignore")  # likewise
@@ -273,7 +273,7 @@ def test_two_ranks(tmp_path: Path) -> None:
             "the premise: a rank's own negatives are fewer"
         )
         assert largest_difference(rank["own, cached"][0], rank["own"][0]) < 1e-12
-        assert max(rank["rows"]) == 2, "the model sees micro-batches alone"
+        assert max(rank["rows"]) == 2, "the model gets only micro-batches"
 
 
 def test_refusals(tmp_path: Path) -> None:

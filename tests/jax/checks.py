@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Checks as functions: the tests call them, and the mutants must make them fail."""
 
@@ -47,7 +47,7 @@ def tokens(**options: Any) -> None:
     got = jax.jit(value_and_grad(token_mean, **options))(p, batch)
     assert_same(got, whole(token_mean, p, batch))
     means = [token_sum(p, one) / max(int(count_tokens(one)), 1) for one in microbatches(batch, 5)]
-    assert abs(float(sum(means)) / 2 - float(got[0])) > 1e-3, "the premise: a mean of means is another number"
+    assert abs(float(sum(means)) / 2 - float(got[0])) > 1e-3, "the premise: a mean of means is different"
 
 
 def microbatches(batch: Any, size: int) -> list[Any]:
@@ -124,7 +124,7 @@ def low_precision() -> None:
     exact = float(np.asarray(batch, np.float64).mean())
     inexact = value_and_grad(loss, microbatch_size=1, layout="contiguous", accumulator_dtype=None)
     assert abs(float(jax.jit(inexact)(p, batch)[1][0]) / exact - 1) > 0.1, (
-        "the premise: bfloat16 is too short"
+        "the premise: bfloat16 is too inexact"
     )
     got = jax.jit(value_and_grad(loss, microbatch_size=1, layout="contiguous"))(p, batch)[1]
     assert got.dtype == jnp.bfloat16

@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Errors of the check name the right cause and remedy."""
 
@@ -184,5 +184,5 @@ def test_a_legacy_key_in_the_state(jitted: bool) -> None:
     with pytest.raises(InputError, match=r"argument 2\['rng'\] looks like a legacy random key.*check=False"):
         called(noisy, rows(11), legacy, jitted=jitted, carry_argnum=2)
     (_, after), _ = called(noisy, rows(11), legacy, jitted=jitted, carry_argnum=2, check=False)
-    assert not jnp.array_equal(after["rng"], legacy["rng"]), "the premise: the key moves on"
+    assert not jnp.array_equal(after["rng"], legacy["rng"]), "the premise: the key changes"
     called(noisy, rows(11), {"rng": jax.random.key(0)}, jitted=jitted, carry_argnum=2)

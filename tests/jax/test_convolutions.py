@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Convolutions in micro-batches: gradient of the large batch, in the layout that is fast on the CPU."""
 
@@ -74,7 +74,7 @@ def test_the_gradient_is_that_of_the_large_batch(layout: Any) -> None:
 def test_every_convolution_in_the_loop_has_the_fast_layout() -> None:
     p, batch = parts()
     own = jax.make_jaxpr(jax.grad(network))(p, batch).jaxpr
-    assert convolutions.has_slow_convolutions(own), "the premise: a gradient has other forms"
+    assert convolutions.has_slow_convolutions(own), "the premise: a gradient has other layouts"
     call = value_and_grad(network, microbatch_size=2, check=False)
     found = list(convolutions_in_loops(jax.make_jaxpr(call)(p, batch).jaxpr))
     assert len(found) >= 6, "the premise: the loop has the convolutions of forward and backward"
@@ -111,7 +111,7 @@ def test_a_loop_without_convolutions_is_unchanged() -> None:
     body = lambda carry, x: (carry + x, None)  # noqa: E731  (compared by identity)
     assert convolutions.for_loop(body, 1.0, 2.0) is body
     gradient = jax.grad(network)
-    assert convolutions.for_loop(gradient, *parts()) is not gradient, "the premise: others are not"
+    assert convolutions.for_loop(gradient, *parts()) is not gradient, "the premise: other loops change"
 
 
 @pytest.mark.parametrize("checked", [True, False])

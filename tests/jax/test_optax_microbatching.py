@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Cases of Optax's tests of microbatching, for gradients: the same results, and cases that Optax gets wrong.
 
@@ -72,7 +72,7 @@ def test_coupled_rows_are_an_error() -> None:
 
     x = jnp.arange(6.0) + 1
     theirs = microbatching.microbatch(partial(fun, 1.0), argnums=0, microbatch_size=3)
-    assert float(theirs(x)) != float(fun(1.0, x)), "the premise: the sum over parts is another"
+    assert float(theirs(x)) != float(fun(1.0, x)), "the premise: the sum over micro-batches is different"
     with pytest.raises(CoupledSamplesError, match="No weight explains the loss"):
         value_and_grad(fun, microbatch_size=3, reduction="sum")(1.0, x)
 

@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """`superbatch.jax.MultiSteps` against `optax.MultiSteps`: the same updates, and those that Optax gets wrong.
 
@@ -81,7 +81,7 @@ def test_the_updates_equal_those_of_optax(case: str) -> None:
     if case == "large ones skipped":
         skipped = int(state.skipped)
         assert 0 < skipped < 9, "the premise: some are skipped"
-        assert updated != their_updated, "the premise: Optax says yes again after one that is skipped"
+        assert updated != their_updated, "the premise: Optax reports an update again after a skipped one"
     else:
         assert updated == their_updated
     assert 1 < sum(updated) < 12
@@ -135,7 +135,7 @@ def test_has_updated_is_false_after_a_rejected_microbatch() -> None:
     options: Any = {"every_k_schedule": 1, "should_skip_update_fn": optax.skip_not_finite}
     assert stream(MultiSteps(optax.sgd(1.0), **options), [1.0, jnp.nan])[1] == [True, False]
     theirs = stream(optax.MultiSteps(optax.sgd(1.0), **options), [1.0, jnp.nan])[1]
-    assert theirs == [True, True], "the premise: Optax says yes, though parameters were left alone"
+    assert theirs == [True, True], "the premise: Optax reports an update although parameters are unchanged"
 
 
 def test_skipping_by_norm() -> None:

@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Sums of clipped per-sample gradients against `jax.vmap` over the batch and Optax, in float64."""
 
@@ -178,7 +178,7 @@ def test_peak_memory_is_that_of_a_microbatch() -> None:
         jax.jit(one).lower(p, batch).compile().memory_analysis().temp_size_in_bytes
         for one in (call, lambda p, batch: whole_sum(p, batch))
     )
-    assert theirs > 512 * 2500 * 8, "the premise: all gradients are there at once"
+    assert theirs > 512 * 2500 * 8, "the premise: all gradients are in memory"
     assert ours < theirs / 20
 
 

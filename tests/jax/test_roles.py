@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Roles of arguments: rows to split, random keys, and values that all micro-batches share."""
 
@@ -237,7 +237,7 @@ def test_a_module_of_nnx_with_dropout() -> None:
     call = jax.jit(value_and_grad(split_loss, has_aux=True, steps=3))
     (_, out), gradient = call(p, batch, rest)
     assert any(leaf.any() for leaf in jax.tree.leaves(gradient))
-    assert len({tuple(part.ravel().tolist()) for part in out}) == 3, "micro-batches have masks of their own"
+    assert len({tuple(part.ravel().tolist()) for part in out}) == 3, "micro-batches have different masks"
 
 
 def test_a_key_in_the_batch_of_remat_map() -> None:

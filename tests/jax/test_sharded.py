@@ -66,7 +66,9 @@ def test_a_loss_that_averages_over_devices_itself_is_wrong_unchecked(found: Any)
 
 def test_samples_are_clipped_before_the_sum_over_devices(found: Any) -> None:
     assert max(found["clipped"]) < 1e-12
-    assert found["devices are added before the clip"] > 0.1, "a mutant: parameters the same on all devices"
+    assert found["devices are added before the clip"] > 0.1, (
+        "the mutant: parameters replicated on all devices"
+    )
 
 
 def test_a_batch_sharded_over_an_explicit_mesh(found: Any) -> None:

@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """`superbatch.jax.multi_steps` and `remat_map`."""
 
@@ -72,7 +72,7 @@ def test_an_empty_microbatch_contributes_nothing() -> None:
 def test_a_window_of_empty_microbatches_makes_no_update() -> None:
     optimizer = multi_steps(optax.sgd(optax.piecewise_constant_schedule(1.0, {1: 0.5})), every=2)
     seen, state = feed(optimizer, [jnp.nan, jnp.nan, 1.0, 3.0], weights=[0, 0, 1, 1])
-    assert seen == [0.0, 0.0, 0.0, -2.0], "the schedule has not moved on"
+    assert seen == [0.0, 0.0, 0.0, -2.0], "the schedule did not advance"
     assert int(state.updates) == 1
 
 

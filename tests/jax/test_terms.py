@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Several named losses, each divided by its own total weight, against the whole batch in float64."""
 
@@ -112,7 +112,9 @@ def test_bfloat16_losses_are_weighted_in_float32(monkeypatch: pytest.MonkeyPatch
     assert gradient.dtype == jnp.float32
     assert jnp.abs(gradient - jnp.array([1, 1 / 3])).max() < 1e-5
     monkeypatch.setattr(terms, "Plan", lambda totals, apart: plan_of_terms(totals, apart=False))
-    assert jnp.abs(call(p, batch)[1] - jnp.array([1, 1 / 3])).max() > 5e-4, "a mutant: one backward for both"
+    assert jnp.abs(call(p, batch)[1] - jnp.array([1, 1 / 3])).max() > 5e-4, (
+        "the mutant: one backward for both terms"
+    )
 
 
 def test_terms_on_an_axis_of_devices() -> None:

@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """`superbatch.jax.value_and_grad` against `jax.value_and_grad` of the whole batch, in float64."""
 
@@ -101,7 +101,9 @@ def test_a_microbatch_that_is_not_finite_is_left_out(where: str) -> None:
     p, batch = params(), rows(11)
     batch[where] = batch[where].at[5].set(jnp.nan)
     options: Any = {"microbatch_size": 4, "layout": "contiguous", "stats": True}
-    assert jnp.isnan(jax.jit(value_and_grad(mse, **options))(p, batch)[0]), "the premise: it is in the loss"
+    assert jnp.isnan(jax.jit(value_and_grad(mse, **options))(p, batch)[0]), (
+        "the premise: the NaN reaches the loss"
+    )
     skipping = jax.jit(value_and_grad(mse, nonfinite="skip_microbatch", **options))
     *got, stats = skipping(p, batch)
     rest = jax.tree.map(lambda leaf: jnp.concatenate([leaf[:4], leaf[8:]]), batch)

@@ -1,5 +1,5 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types for
+# its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
@@ -116,7 +116,9 @@ def case_no_second_copy_of_the_batch() -> None:
         kinds = ("trainable", "non_trainable", "optimizer", "metrics")
         state = ours._get_jax_state(**{f"{kind}_variables": True for kind in kinds})
         compiled = jax.jit(ours.train_step).lower(state, (x, x[:, :1])).compile()
-        assert compiled.memory_analysis().argument_size_in_bytes > x.nbytes, "the premise: it has the batch"
+        assert compiled.memory_analysis().argument_size_in_bytes > x.nbytes, (
+            "the premise: its arguments include the batch"
+        )
         assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes / 2
 
 
@@ -174,7 +176,7 @@ def case_batches_and_predictions_are_freed() -> None:
         gc.enable()
         for each in undo:
             each()
-    assert len(batches) == 9 and len(predictions) > 30, "the premise: both were seen"
+    assert len(batches) == 9 and len(predictions) > 30, "the premise: both were recorded"
     assert not any(most), most
     trained = loss.seen[-3 * (4 + 4 + 3) :]  # the check of the first batch keeps a few rows
     assert max(trained) == 1, loss.seen
@@ -224,7 +226,7 @@ def case_flush_tail() -> None:
         np.abs(array(a) - array(b)).max()
         for a, b in zip(left.trainable_variables, whole.trainable_variables, strict=True)
     ]
-    assert max(errors) > 1e-3, "the premise: without it, something is left out"
+    assert max(errors) > 1e-3, "the premise: without it, rows are left out"
     want = "Give the optimizer gradient_accumulation_steps="
     plain = dense()
     helpers.raises(helpers.OptimizerError, want, lambda: plain.fit(X, Y, callbacks=[FlushTail()], verbose=0))

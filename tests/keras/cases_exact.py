@@ -1,5 +1,5 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types for
+# its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
@@ -325,4 +325,6 @@ def case_batchnorm_of_a_functional_model_trains_despite_training_false() -> None
     bound = 1e-6 if helpers.BACKEND == "jax" else helpers.BOUND  # the layer computes in float32 on JAX
     assert np.abs(means - moved).max() < bound * np.abs(moved).max()
     kernels = [helpers.array(each.layers[-1].kernel) for each in (whole, model)]
-    assert np.abs(kernels[0] - kernels[1]).max() > 1e-4, "samples are normalised by their micro-batch"
+    assert np.abs(kernels[0] - kernels[1]).max() > 1e-4, (
+        "BatchNormalization uses statistics of the micro-batch"
+    )

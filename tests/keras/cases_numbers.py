@@ -1,5 +1,5 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types for
+# its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
@@ -150,7 +150,7 @@ def case_mixed_float16_counts_tokens_without_overflow() -> None:
         history=False,
         batch_size=14,
     )
-    assert int(ours.optimizer.iterations) == 2, "no update was left out for an overflow"
+    assert int(ours.optimizer.iterations) == 2, "an update was skipped because of an overflow"
 
 
 def case_sums_of_bfloat16_are_float32() -> None:

@@ -1,5 +1,5 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types for
+# its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
@@ -277,7 +277,7 @@ def case_a_layer_whose_state_changes_in_each_forward() -> None:
         model = program.build()
         accumulate(model, microbatch_size=size, check=False).fit(X, Y, **FIT)
         states.append(helpers.array(model.non_trainable_variables[0]))
-    assert np.abs(states[0] - states[1]).max() > 1e-3, "the premise: the state is another without the check"
+    assert np.abs(states[0] - states[1]).max() > 1e-3, "the premise: the state differs without the check"
     exact(Program(lambda: mlp(programs.SetsAConstant)))
 
 

@@ -143,4 +143,4 @@ def test_refusals_on_two_replicas() -> None:
     found = mirrored()
     assert "Freeze it (layer.trainable = False) or use GroupNormalization" in found["batchnorm"]
     assert found["dropout"] > 0
-    assert found["Keras' own option"] == "RuntimeError", "what users of it have today"
+    assert found["Keras' own option"] == "RuntimeError", "Keras' own option raises today"

@@ -46,7 +46,7 @@ def relative(text: str) -> list[str]:
 def test_links_and_pictures_of_the_description_are_absolute() -> None:
     readme = text_of("README.md")
     targets = relative(readme)
-    assert len(targets) > 10, "the premise: in the repository they are relative"
+    assert len(targets) > 10, "the premise: links in the repository are relative"
     assert any(target.endswith(".png") for target in targets)
     for target in targets:
         assert (ROOT / target.split("#")[0]).exists(), target
@@ -92,7 +92,7 @@ def commands(job: dict[str, Any]) -> list[str]:
 
 def test_the_workflow_runs_what_ci_runs() -> None:
     wanted = set(re.findall(r"^\./run (\S+)", text_of(".ci/run"), re.MULTILINE))
-    assert wanted >= {"lint", "test", "test-backends"}, "the premise: they are read"
+    assert wanted >= {"lint", "test", "test-backends"}, "the premise: both have commands"
     jobs = workflow("ci")["jobs"]
     checks = set(jobs["checks"]["strategy"]["matrix"]["command"])
     assert commands(jobs["checks"]) == ["./run ${{ matrix.command }}"]
@@ -108,7 +108,7 @@ def test_the_matrix_agrees_with_the_metadata() -> None:
     (oldest,) = PROJECT["optional-dependencies"]["torch"]
     assert {"python": matrix["python"][0], "torch": f"=={oldest.partition('>=')[2]}.0"} in matrix["include"]
     trials = [each["python"] for each in matrix["include"] if each.get("trial")]
-    assert not set(trials) & set(matrix["python"]), "what is on trial is not claimed"
+    assert not set(trials) & set(matrix["python"]), "versions on trial are not in the metadata"
 
 
 def test_publishing_needs_no_secret_and_only_the_rights_it_uses() -> None:

@@ -78,7 +78,7 @@ def test_the_first_call_installs_and_the_second_does_not(machine: Machine) -> No
     assert "[torch,cli]" in line
     assert f"-c {machine.clone}/constraints.txt" in line
     code, printed = machine.run("compare")
-    assert (code, printed) == (0, "superbatch compare\n"), "nothing to set up, nothing to say"
+    assert (code, printed) == (0, "superbatch compare\n"), "no set-up, no output"
     assert not machine.installations()
 
 
@@ -109,7 +109,7 @@ def test_the_other_backends_have_their_own_environment_and_run(machine: Machine)
     assert (machine.clone / ".venv-backends" / "pyvenv.cfg").exists()
     assert "(jax or tensorflow or keras) and not slow -k contract" in machine.calls.read_text()
     assert machine.run("test")[0] == 0
-    assert not machine.installations(), "the environment of the other tests is as it was"
+    assert not machine.installations(), "the environment of the other tests is unchanged"
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
@@ -135,7 +135,7 @@ def test_a_failed_upgrade_does_not_leave_the_old_stamp(machine: Machine) -> None
     assert machine.run("compare")[0] == 0
     assert machine.run("test", PIP_FAILS="1")[0] != 0
     assert machine.run("compare")[0] == 0
-    assert len(machine.installations()) == 1, "what a broken installation left is not trusted"
+    assert len(machine.installations()) == 1, "a broken installation is repeated"
 
 
 def test_an_environment_without_a_working_python_is_rebuilt(machine: Machine) -> None:

@@ -123,7 +123,7 @@ def test_the_noise_scale_of_a_recipe_is_measured() -> None:
     true = plane_noise(recipe, recipe.model(0))
     assert report.noise is not None
     assert report.noise_low / 1.5 < true < report.noise_high * 1.5, "a 95 % interval, and some room"
-    assert report.noise_high < 3 * report.noise_low, "premise: it says something"
+    assert report.noise_high < 3 * report.noise_low, "premise: the interval is bounded"
     assert (report.microbatch_size, report.asked, report.parameters) == (20, 8, 49)
     assert report.microbatch_seconds > 0 < report.update_seconds
     assert report.peak is not None and report.whole is None and report.limit is not None

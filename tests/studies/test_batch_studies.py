@@ -31,7 +31,7 @@ def test_growing_the_batch_reaches_the_loss_in_fewer_updates(grown: Study) -> No
     assert {arm.mean("samples") for arm in grown.arms} == {1200}
     assert ratio_of_losses(grown) == pytest.approx(1.0, abs=0.1)
     constant = next(test for test in grown.tests if test.first == "constant rate")
-    assert constant.difference > 1.1, "the premise: noise keeps a rate that stays above"
+    assert constant.difference > 1.1, "the premise: noise keeps the loss of a constant rate higher"
     assert [len(run.curve) for arm in grown.arms for run in arm.runs] == [len(grown.curve_at)] * 6
 
 
@@ -177,7 +177,7 @@ def test_critical_batch_concludes_from_the_numbers() -> None:
     )
     assert "not determined" in conclude_critical((1.0,) * 5, signal=-1.0)
     unsure = conclude_critical((1.0,) * 5, signals=[3.0, -2.0, 1.0, -1.0, 2.0, 0.5])
-    assert "not determined" in unsure, "positive in the mean, and not told from none"
+    assert "not determined" in unsure, "the positive mean is not significant"
     nothing = tuple(planted(f"batch {k}") for k in (1, 2, 4, 8, 16))
     found = study_critical_batch.find(nothing, batch=1, tolerance=0.05)
     assert found.conclusion == "Too few runs were finished to conclude anything."

@@ -1,4 +1,4 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# Keras is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """`superbatch compare --backend keras`: the same runs as on torch, on the framework of Keras."""
 
@@ -56,7 +56,7 @@ def test_a_run_does_not_affect_the_next() -> None:
     """Models are reused; momentum would reveal state left by an earlier run."""
     first, second = (checks.report_of("keras", optimizer="momentum").arms[1].runs for _ in range(2))
     assert [run.losses for run in first] == [run.losses for run in second]
-    assert keras.config.floatx() == "float32", "as before"
+    assert keras.config.floatx() == "float32", "the result is the same as before"
 
 
 @pytest.mark.parametrize(

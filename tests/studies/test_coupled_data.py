@@ -85,7 +85,7 @@ def test_pairs_of_a_folder(tmp_path: Path, kind: str) -> None:
     assert recipe.samples == 2100 - 1500
     assert "a query must find its passage" in recipe.description and tmp_path.name in recipe.description
     batch = recipe.batch(torch.arange(200))
-    assert (batch["query"] > 0).any() and (batch["code"] > 0).any(), "words are known on both sides"
+    assert (batch["query"] > 0).any() and (batch["code"] > 0).any(), "both sides share words"
 
 
 def test_a_query_and_a_passage_count_once(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_text_corpus(tmp_path: Path) -> None:
     assert "one of 8 texts is text, the others are lines" in recipe.description
     labels = recipe.batch(torch.arange(recipe.samples))["labels"]
     lengths = (labels != -100).sum(1)
-    assert set(lengths.tolist()) == {128, 24}, "premise: the samples weigh differently"
+    assert set(lengths.tolist()) == {128, 24}, "premise: the weights of the samples differ"
     assert 8 * int((lengths == 128).sum()) == len(lengths)
     (tmp_path / "one.py").write_text("# A source, which is read first\n", encoding="utf-8")
     with pytest.raises(InputError, match="has 0 pieces of source and 1 comments, but token-means needs 1000"):
@@ -191,7 +191,7 @@ def test_classes_of_images(tmp_path: Path) -> None:
     assert "2 classes of images of" in report.description
     errors = {arm.name: arm.mean("errors, %") for arm in report.arms}
     assert all(value is not None and 0 <= value <= 100 for value in errors.values())
-    assert errors["GroupNorm"] == 0, "premise: the classes can be told apart"
+    assert errors["GroupNorm"] == 0, "premise: the classes are separable"
     assert report.conclusion.startswith("Errors, % (lower is better) of superbatch: ")
 
 

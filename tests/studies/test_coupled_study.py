@@ -98,7 +98,7 @@ def test_superbatch_gives_the_update_of_the_real_batch_unlike_a_plain_loop(name:
     assert len(plain) >= 2
     for each in plain:
         found, model = way_gradients(recipe, each)
-        assert largest_difference(found, real) > 1e-2, "premise, and the mutant: micro-batches one by one"
+        assert largest_difference(found, real) > 1e-2, "premise, and the mutant: plain accumulation differs"
         size = int(each.rpartition(" ")[2])
         looped = recipe.model(3).double()
         parts = cut(random_batch(recipe), (size,) * (recipe.batch_size // size))
@@ -162,7 +162,7 @@ def test_the_report_contains_every_way(name: str) -> None:
 
     recipe = made(name)
     report = study("coupled", recipe, Options(runs=2, samples=recipe.batch_size))
-    assert report.seeds == (100, 101), "seeds of their own"
+    assert report.seeds == (100, 101), "each run has its own seed"
     assert [arm.name for arm in report.arms] == [way.name for way in recipe.ways]
     assert [row[0] for row in study_table(report).rows] == [way.name for way in recipe.ways]
     assert {test.second for test in report.tests} == {"superbatch"} == {recipe.ways[0].name}

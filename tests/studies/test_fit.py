@@ -90,7 +90,7 @@ def test_a_measured_peak_is_that_of_the_users_training() -> None:
     measured = report.of(25).measured
     assert measured is not None and abs(measured / real - 1) < 0.02, (measured, real)
     parameters = sum(p.numel() for p in model.parameters()) * 4
-    assert measured > 3 * parameters, "gradients and Adam's two moments are in it"
+    assert measured > 3 * parameters, "it includes gradients and Adam's two moments"
 
 
 def test_sizes_above_the_limit_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_sizes_above_the_limit_are_not_run(monkeypatch: pytest.MonkeyPatch) -> N
         return noted
 
     report = fit(replace(recipe, loss_fn=loss_fn), quick(limit=150 * KIB))
-    assert 1 < report.largest < 100, "the premise: the limit cuts"
+    assert 1 < report.largest < 100, "the premise: the limit excludes sizes"
     assert max(seen) <= report.largest
     tops = [size.samples for size in report.sizes if size.fits]
     assert max(tops) == near_equal(100, report.largest)[0] == max(seen)
@@ -234,7 +234,7 @@ def test_fit_ends_in_time() -> None:
     # The sleeps do not depend on the machine; the total time allows for load.
     assert sum(slept) < 3 and time.monotonic() - start < 15
     assert report.of(1).measured and not report.of(100).measured
-    assert report.of(100).predicted, "what is not measured is predicted"
+    assert report.of(100).predicted, "sizes that are not measured are predicted"
     assert any("There was no time for micro-batches of" in note for note in report.notes)
     said = " ".join(findings(report))
     assert "the fastest of those timed, but larger ones fit that were not timed: give more --seconds" in said
@@ -449,7 +449,7 @@ def test_a_plot_of_few_or_no_measurements(limited: Fitting) -> None:
 def test_sizes_above_the_memory_of_the_machine_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_module, "memory_limit", lambda device: Limit(150 * KIB, "a small machine"))
     report = fit(wide(), quick(limit=2**40))
-    assert report.largest == 100, "by the limit that was asked for"
+    assert report.largest == 100, "by the given limit"
     small = max(size.samples for size in report.sizes if size.measured)
     assert (report.of(small).measured or 0) <= 150 * KIB
     assert not report.of(100).measured
@@ -473,5 +473,5 @@ def test_the_largest_size_of_few_measurements_comes_from_the_curve() -> None:
     assert (found.largest, found.beyond) == (64, 1000)
     assert found.fastest is None
     found.limit = Limit(10**12, "a test")
-    assert found.beyond == 6400, "a hundred times the batch, not a number that nobody believes"
+    assert found.beyond == 6400, "at most a hundred times the batch"
     assert fit_module.PROBES >= 3

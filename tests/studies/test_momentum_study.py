@@ -67,7 +67,9 @@ def test_effects_of_momentum_have_the_right_sign(momentum: Study) -> None:
     error = {arm.name: arm.mean("squared error") for arm in momentum.arms}
     assert all(value is not None and value < 0.5 for name, value in error.items() if name in "ABCDF"), error
     lost = error["G"]
-    assert lost is not None and not lost < 3 * max(error[name] or 0 for name in "ABCDF"), "G is too hot"
+    assert lost is not None and not lost < 3 * max(error[name] or 0 for name in "ABCDF"), (
+        "the noise of G is too high"
+    )
     noise = {arm.name: arm.mean("noise excess") or math.nan for arm in momentum.arms}
     # The large batch at the same rate has a sixteenth of the noise; momentum does not lower it.
     assert noise["F"] < noise["A"] / 4
@@ -99,10 +101,10 @@ def test_momentum_concludes_from_the_numbers() -> None:
     assert conclude_momentum(1e-2 / 199).startswith(
         "Momentum 0.99 with lr/(1-m) kept acts like a large batch"
     )
-    assert conclude_momentum(2.5e-3, spread=0.9).startswith("Undecided"), "half way, and very noisy"
+    assert conclude_momentum(2.5e-3, spread=0.9).startswith("Undecided"), "between both, with much noise"
     assert conclude_momentum(1e-2, c_accuracy=95.0).startswith("Undecided")
     alike = conclude_momentum(1e-2, large=0.9e-2)
-    assert alike.startswith("Undecided"), "if the large batch is as noisy, noise cannot tell"
+    assert alike.startswith("Undecided"), "with equal noise in the large batch there is no verdict"
     assert "no clearly lower noise" in alike
     nothing = tuple(planted(name) for name in "ABCDEFG")
     found = study_momentum.find(nothing, metric=METRIC, margin=0.5, recipe=own_recipe.plane())

@@ -40,7 +40,7 @@ def test_the_report_follows_the_options_and_survives_json(report: NoiseStudy) ->
     assert (report.batch_size, report.microbatch_size, report.updates) == (40, 5, 60)
     assert [each.update for each in report.points] == list(range(2, 61, 2))
     assert report.points[0].reason == "2 windows measured; 8 needed"
-    assert any(each.batch_size for each in report.points), "premise: it is determined at times"
+    assert any(each.batch_size for each in report.points), "premise: it is sometimes determined"
     assert report.points[-1].loss < report.points[0].loss, "premise: it is trained"
     assert from_json(NoiseStudy, to_json(report)) == report
 
@@ -176,7 +176,7 @@ def test_the_upper_end_grows_after_the_signal_is_lost() -> None:
 
     early = [at(1, None, 0.0, math.inf), at(2, 10.0, 5.0, 20.0), at(3, 10.0, 5.0, 20.0)]
     assert over_run(early) == pytest.approx((10.0, 5.0, 20.0)), (
-        "too few windows at first are no sign of noise"
+        "too few windows at the start do not count as noise"
     )
     value, low, high = over_run([*early, at(4, None, 15.0, math.inf), at(5, None, 15.0, math.inf)])
     assert (value, low) == pytest.approx((10.0, 5.0))

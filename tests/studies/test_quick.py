@@ -58,15 +58,15 @@ def test_runs_of_a_slow_recipe_are_made_shorter(
 ) -> None:
     monkeypatch.setattr("tests.studies.test_quick.EACH", each)
     report = study(name, counting(seen), Options(quick=True, runs=2, batch_size=batch_size))
-    assert 20 < sum(seen) * each < 60, "seconds, with those that it took to find out"
+    assert 20 < sum(seen) * each < 60, "the seconds include the pilot run"
     (note,) = [note for note in report.notes if "--quick" in note]
     assert "in each run, so that all runs end within a minute on this machine" in note
-    assert "samples" not in report.command, "it was not asked for"
+    assert "samples" not in report.command, "it was not requested"
 
 
 def test_runs_that_are_short_enough_keep_their_length(seen: list[int]) -> None:
     report = study("critical-batch", counting(seen), Options(quick=True, runs=1, batch_size=10))
-    assert sum(seen) * EACH < 30, "the premise: there is time"
+    assert sum(seen) * EACH < 30, "the premise: time suffices"
     assert not [note for note in report.notes if "--quick" in note]
     assert report.setting["branches of"] == "6,000"
 
@@ -103,4 +103,4 @@ def test_the_length_fits_the_time(fixed: float, each: float) -> None:
     if fits:
         assert 2 * (fixed + each * samples) + pilot <= 60.0
     if samples < 10_000:
-        assert 2 * (fixed + each * samples) > 10.0, "no time is left unused without need"
+        assert 2 * (fixed + each * samples) > 10.0, "available time is used"

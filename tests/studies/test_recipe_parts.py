@@ -96,7 +96,9 @@ def test_an_error_in_installed_code_is_not_the_users() -> None:
     """tests/cli/test_own_code_fails.py tests errors in the user's code."""
     with ThreadPoolExecutor() as executor:
         error = executor.submit(json.loads, "{").exception()
-    assert error is not None and error.__traceback__ is not None, "the premise: it passed some code"
+    assert error is not None and error.__traceback__ is not None, (
+        "the premise: the traceback contains installed code"
+    )
     assert recipe_failure(error) is None
 
 

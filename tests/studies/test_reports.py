@@ -191,7 +191,7 @@ def test_a_page_escapes_texts_and_omits_empty_sections() -> None:
         settings={"Options": {bad: bad}, "Versions": {}},
     )
     text = render(page, light=b"light", dark=b"dark")
-    assert text.count("&lt;b title=&#34;x&#34;&gt;&amp;&lt;/b&gt;") > 15, "the premise: it stands everywhere"
+    assert text.count("&lt;b title=&#34;x&#34;&gt;&amp;&lt;/b&gt;") > 15, "the premise: it occurs everywhere"
     assert "<b" not in text.replace("<body>", "")
     assert "without rows" not in text
     assert "Versions" not in text

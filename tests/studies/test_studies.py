@@ -170,7 +170,7 @@ def test_a_report_links_to_its_explanation(momentum: Study, grown: Study, precis
     ):
         assert report.notes[-1].endswith(f"{DOCUMENTATION}#{STUDIES[report.name].section}")
     for report in (momentum, grown, precision):
-        assert report.notes[0].startswith("It does not show "), "the limit stands in the report itself"
+        assert report.notes[0].startswith("It does not show "), "the report states its limit"
 
 
 def test_the_plot_shows_every_run_of_the_reference() -> None:

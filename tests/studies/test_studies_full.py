@@ -19,7 +19,7 @@ LIMIT = 600
 
 def full(name: str) -> Study:
     report = study(name, "digits", Options(workers=2))
-    assert report.seconds < LIMIT, "on a machine that does nothing else"
+    assert report.seconds < LIMIT, "needs an idle machine"
     return report
 
 

@@ -211,7 +211,7 @@ def low_precision(dtype: str = "bfloat16", way: str = "eager") -> None:
         (mean,) = accumulator.mean()
         assert mean.dtype == dtype
         errors[choice] = abs(float(mean[0]) / exact - 1)
-    assert errors[None] > 0.01, "the premise: the short type is too short"
+    assert errors[None] > 0.01, "the premise: the low-precision type is too inexact"
     assert errors["auto"] < 2 ** (-8 if dtype == "bfloat16" else -11), errors
 
 

@@ -92,7 +92,7 @@ def test_invalid_optimizers(optimizer: Any, options: Any, message: str) -> None:
     accumulator.add([gradient(2.0)], 1)
     with pytest.raises(OptimizerError, match=message):
         accumulator.apply(optimizer)
-    assert float(accumulator.mean()[0][0]) == 2.0, "the window stays"
+    assert float(accumulator.mean()[0][0]) == 2.0, "the window is kept"
 
 
 def test_a_graph_must_not_keep_an_initial_scale() -> None:
@@ -116,7 +116,7 @@ def test_a_graph_must_not_keep_an_initial_scale() -> None:
     add()
     with pytest.raises(OptimizerError, match=r"Call optimizer\.build\(variables\) before the first call"):
         accumulator.apply(optimizer)
-    assert float(accumulator.mean()[0][0]) == 12.0, "the window stays"
+    assert float(accumulator.mean()[0][0]) == 12.0, "the window is kept"
     optimizer, accumulator, add = make()
     optimizer.build(variables)
     norms = []
@@ -206,4 +206,4 @@ def test_an_embedding_is_updated_by_the_sum_of_repeated_rows() -> None:
     for _ in range(2):
         as_dense.apply([tf.convert_to_tensor(rows)], [dense])
     np.testing.assert_allclose(ours.numpy(), dense.numpy(), rtol=1e-6)
-    assert abs(float(sparse[0, 0] - dense[0, 0])) > 0.01, "the premise: Keras 3.15 tells them apart"
+    assert abs(float(sparse[0, 0] - dense[0, 0])) > 0.01, "the premise: Keras 3.15 treats them differently"

@@ -53,7 +53,7 @@ def test_replicas_equal_the_large_batch(found: Any, name: str) -> None:
 def test_nothing_is_sent_before_the_end_of_the_window(found: Any, name: str) -> None:
     microbatch, update = found[name]["microbatch"], found[name]["update"]
     assert microbatch == {"collectives": 0, "crossing": 0, "devices": 2}
-    assert update["collectives"] == 2, "one reduction, of which each of two devices has its part"
+    assert update["collectives"] == 2, "one reduction, with an operation on each of two devices"
 
 
 def test_a_window_and_its_update_in_one_function(found: Any) -> None:
