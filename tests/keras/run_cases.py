@@ -1,5 +1,5 @@
-# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types for
-# its untyped functions:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
