@@ -21,7 +21,7 @@ ENVIRONMENT_OF_LIBRARIES = {
     "TORCHINDUCTOR_CACHE_DIR",  # the first torch.compile
     "TRITON_CACHE_DIR",  # the first torch.compile
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # the first kernel that Inductor compiles
-    "CUDA_MODULE_LOADING",  # Inductor of torch 2.6, where torch is a build for CUDA
+    "CUDA_MODULE_LOADING",  # Inductor of torch 2.6 in a CUDA build
     "TF_CPP_MIN_LOG_LEVEL",  # importing jax
     "TPU_SKIP_MDS_QUERY",  # importing jax
     "ENABLE_RUNTIME_UPTIME_TELEMETRY",  # importing tensorflow
@@ -35,7 +35,7 @@ ENVIRONMENT_OF_LIBRARIES = {
 THREADS_OF_LIBRARIES = (
     "ThreadPoolExecutor-",  # torch.compile's pool of compilers
     "Thread-Subproc",
-    "Dummy-",  # a thread that was not started from Python (autograd's, where a hook runs in it)
+    "Dummy-",  # a thread not started from Python (of autograd, if a hook runs in it)
     "pydevd",
 )
 # ... or by the function that the thread runs, if it was given no name.

@@ -32,7 +32,7 @@ class MarkError(Exception):
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: `line` is the line of its first line of text, counted from 1."""
+    """One fenced block; `line` is the number of its first line of text, counted from 1."""
 
     language: str
     text: str

@@ -133,7 +133,7 @@ RUNS: dict[str, tuple[Case, dict[str, Any]]] = {
     "no loss_type": (Case(_gpt2, text), {}),
     "a function": (CASES["tokens"], {"more": {"compute_loss_func": by_items}}),
     "a sum": (Case(_Speech, _spoken), {}),
-    "a choice": (Case(_choices, _chosen), {}),
-    "another name of the router's share": (Case(_jetmoe, text, equal=True), {}),
-    "a router without a loss of balance": (Case(_switch, text, equal=True), {}),
+    "multiple choice": (Case(_choices, _chosen), {}),
+    "aux_loss_coef for router_aux_loss_coef": (Case(_jetmoe, text, equal=True), {}),
+    "a router without a balance loss": (Case(_switch, text, equal=True), {}),
 }

@@ -84,7 +84,7 @@ class _Unchecked(ExactTrainer):
 
 SEVERAL = {
     "two cross entropies": Case(luke, named, collate=named_together),
-    "a mean beside one": Case(_bert, CASES["masked"].row),
+    "a second mean": Case(_bert, CASES["masked"].row),
 }
 
 

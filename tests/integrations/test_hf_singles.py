@@ -80,11 +80,9 @@ def _case(kind: Any, name: str, extra: Callable[[Tensor, Tensor], Tensor], **opt
 
 
 WRONG = {
-    "tokens beside a mean over labels": _case(LlamaForCausalLM, "causal", _per_token),
-    "samples beside a mean over labels": _case(
-        BertForTokenClassification, "tokens", _per_sample, num_labels=3
-    ),
-    "tokens beside a mean over samples": _case(
+    "tokens plus a mean over labels": _case(LlamaForCausalLM, "causal", _per_token),
+    "samples plus a mean over labels": _case(BertForTokenClassification, "tokens", _per_sample, num_labels=3),
+    "tokens plus a mean over samples": _case(
         BertForSequenceClassification, "regression", _per_token, num_labels=1
     ),
     "rows of a router": _case(BertForTokenClassification, "tokens", _balance, num_labels=3),
@@ -171,7 +169,7 @@ def test_a_weight_that_single_samples_cannot_verify_gives_a_warning(tmp_path: Pa
 
 
 def test_a_first_window_without_labels(tmp_path: Path) -> None:
-    case = WRONG["samples beside a mean over labels"]
+    case = WRONG["samples plus a mean over labels"]
     data = rows(case, 16)
     data = [
         {**row, "labels": torch.full_like(row["labels"], -100)} if place < 8 else row

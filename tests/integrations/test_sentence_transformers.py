@@ -53,7 +53,7 @@ DENSE: dict[str, tuple[Callable[[Any], nn.Module], int, Tensor | None]] = {
     "AnglE": (losses.AnglELoss, 2, SCORES),
     "hardest triplets": (losses.BatchHardTripletLoss, 1, CLASSES),
     "hardest pairs": (losses.OnlineContrastiveLoss, 2, CLASSES % 2),
-    "a classifier of its own": (lambda m: losses.SoftmaxLoss(m, 16, 3).double(), 2, CLASSES),
+    "own classifier": (lambda m: losses.SoftmaxLoss(m, 16, 3).double(), 2, CLASSES),
     "nested dimensions": (lambda m: losses.MatryoshkaLoss(m, Ranking(m), [16, 8, 4]), 2, None),
     "several terms": (losses.GlobalOrthogonalRegularizationLoss, 2, None),
     "two copies of the model": (losses.ContrastiveTensionLossInBatchNegatives, 1, None),

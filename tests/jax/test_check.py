@@ -128,9 +128,9 @@ def returned(count: Any) -> Any:
 
 MISCOUNTED: dict[str, Any] = {
     "rows": (token_mean, TEXTS, lambda b: len(b["y"])),
-    "places": (token_mean, TEXTS, lambda b: b["mask"].size),
+    "positions": (token_mean, TEXTS, lambda b: b["mask"].size),
     "returned rows": (returned(lambda b: jnp.asarray(len(b["y"]))), TEXTS, "returned"),
-    "empty places": (token_mean, TEXTS, lambda b: (b["mask"] == 0).sum() + len(b["y"])),
+    "empty positions": (token_mean, TEXTS, lambda b: (b["mask"] == 0).sum() + len(b["y"])),
     "not 0, of labels of -100": (labelled, LABELS, lambda b: (b["labels"] != 0).sum()),
 }
 
@@ -145,13 +145,13 @@ def test_a_wrong_count_is_found_inside_jit(name: str) -> None:
 
 
 MAY_AGREE: dict[str, Any] = {
-    "a count beside the mask": (token_mean, COUNTED, lambda b: b["tokens"].sum()),
+    "a count next to the mask": (token_mean, COUNTED, lambda b: b["tokens"].sum()),
     "ids above 0 for ids that are not 0": (
         lambda p, b: jnp.mean(errors(p, b), where=b["ids"] != 0),
         IDS,
         lambda b: (b["ids"] > 0).sum(),
     ),
-    "labels, a mask beside them": (labelled, LABELS, count_tokens),
+    "labels with a separate mask": (labelled, LABELS, count_tokens),
 }
 
 

@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[str, Any]] = {
         ),
     ),
     "the tail is dropped": ("groups", lambda samples, **options: [per_sample.Group(2, 4, 0, 0)]),
-    "rows as they were dealt out": (
+    "rows in strided order": (
         "rows_in_order",
         lambda stacked, layout: jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stacked),
     ),

@@ -177,8 +177,7 @@ def test_coupled_samples_are_refused_before_any_training(monkeypatch: pytest.Mon
     assert trained == []
 
 
-# --------------------------------------------------------------------------------------------- the check can
-# fail
+# ----------------------------------------------------------------------------------------- the check can fail
 
 
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,8 +211,7 @@ def test_a_report_that_shows_nothing_fails_the_check() -> None:
     assert "the comparison was interrupted" in failures(replace(report, partial=True))
 
 
-# --------------------------------------------------------------------------------------------- order and
-# weights
+# ------------------------------------------------------------------------------------------ order and weights
 
 
 def setting_of(**changes: Any) -> Setting:

@@ -69,7 +69,7 @@ def test_memory_falls_with_the_micro_batch() -> None:
     assert report.notes[-1].startswith("Peak memory is that of the temporary buffers")
 
 
-# ------------------------------------------------------------------------------------------ it can fail
+# ------------------------------------------------------------------------------------ the check can fail
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_other_samples_change_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         checks.agrees_with_torch("jax", options)
 
 
-# ------------------------------------------------------------------------------------------ for a user
+# ------------------------------------------------------------------------------------------ the command
 
 
 def test_the_command_prints_the_table_and_writes_the_files(

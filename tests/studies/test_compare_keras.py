@@ -95,7 +95,7 @@ def test_a_missing_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         backends.load_backend("keras")
 
 
-# ------------------------------------------------------------------------------------------ it can fail
+# ------------------------------------------------------------------------------------ the check can fail
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_other_samples_change_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         checks.agrees_with_torch("keras", Options(splits="5x20", updates=3), bound=1e-4)
 
 
-# ------------------------------------------------------------------------------------------ for a user
+# ------------------------------------------------------------------------------------------ the command
 
 
 @pytest.mark.parametrize(

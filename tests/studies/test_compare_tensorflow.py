@@ -79,7 +79,7 @@ def test_keras_on_another_framework_is_refused(monkeypatch: pytest.MonkeyPatch) 
         checks.report_of("tensorflow")
 
 
-# ------------------------------------------------------------------------------------------ it can fail
+# ------------------------------------------------------------------------------------ the check can fail
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_other_samples_change_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         checks.agrees_with_torch("tensorflow", Options(splits="5x20", updates=3, dtype="float64"))
 
 
-# ------------------------------------------------------------------------------------------ for a user
+# ------------------------------------------------------------------------------------------ the command
 
 
 def test_the_command_prints_the_table_and_writes_the_files(

@@ -144,7 +144,7 @@ def test_curves_that_end_early_are_not_alike() -> None:
 
 
 def test_noise_is_no_evidence_of_equality() -> None:
-    """Three noisy curves: a test for a difference would find none, and this one shows no equality."""
+    """For three noisy curves a test for a difference finds none, but this test shows no equality."""
     test = curve_test(bundle(1, runs=3, noise=0.4), bundle(2, runs=3, noise=0.4))
     assert test is not None
     assert not test.equivalent

@@ -164,20 +164,24 @@ RIGHT = {
         ({"x": X, "y": Y},),
         weight=lambda b: len(b["x"]),
     ),
-    "a number beside the rows": Program(lambda model, x, y, t: t * mean(model, x, y), (X, Y, 0.5)),
+    "a scalar next to the rows": Program(lambda model, x, y, t: t * mean(model, x, y), (X, Y, 0.5)),
     "no targets": Program(lambda model, x, _: tf.reduce_mean(model(x) ** 2), (X, None)),
     "ragged rows": Program(of_ragged, weight=lambda ragged: tf.size(ragged.flat_values), **RAGGED_ROWS),
 }
 ROW_MEAN, A_SUM = r"The loss is not a mean over rows: ", r"The loss is a sum, but the accumulator"
 WRONG = {
-    "a sum for a mean": (Program(lambda *given: tf.reduce_sum(squares(*given))), LossSpecError, A_SUM),
+    "a sum declared as a mean": (
+        Program(lambda *given: tf.reduce_sum(squares(*given))),
+        LossSpecError,
+        A_SUM,
+    ),
     "a number for each row": (Program(squares), LossSpecError, r"has the shape \(8,\), and tape\.gradient"),
     "a part of a global batch": (
         Program(lambda *given: tf.nn.compute_average_loss(squares(*given), global_batch_size=ROWS)),
         LossSpecError,
         A_SUM,
     ),
-    "a regularizer beside a sum": (
+    "a regularizer plus a sum": (
         Program(lambda *g: with_losses(*g) + 9 * mean(*g) * len(g[1]), between=regularized, reduction="sum"),
         CoupledSamplesError,
         r"Leave out terms that are no sum over rows: a regularizer in model\.losses",
@@ -191,12 +195,12 @@ WRONG = {
         ROW_MEAN,
     ),
     "contrastive": (Program(contrastive), LossSpecError, ROW_MEAN),
-    "tokens by rows": (
+    "tokens weighted by rows": (
         Program(lambda *given: tf.reduce_sum(token_losses(*given)) / tf.reduce_sum(given[-1]), **TEXTS),
         LossSpecError,
         ROW_MEAN,
     ),
-    "weights by rows": (Program(weighted, (X, Y, WEIGHTS)), LossSpecError, ROW_MEAN),
+    "weights counted by rows": (Program(weighted, (X, Y, WEIGHTS)), LossSpecError, ROW_MEAN),
     "a root of a mean": (Program(lambda *given: tf.sqrt(mean(*given))), LossSpecError, ROW_MEAN),
     "classes by their share": (Program(balanced, (X, LABELS)), LossSpecError, ROW_MEAN),
     "the two hardest rows": (
@@ -204,7 +208,7 @@ WRONG = {
         LossSpecError,
         ROW_MEAN,
     ),
-    "ragged rows by rows": (
+    "ragged tokens counted by rows": (
         Program(of_ragged, weight=lambda ragged: ragged.nrows(), **RAGGED_ROWS),
         LossSpecError,
         ROW_MEAN,
