@@ -1,4 +1,4 @@
-"""A contestant in its own process, as in a training, which runs windows on request."""
+"""Run a contestant in its own process, as in a training; it runs windows on request."""
 
 import gc
 import json
@@ -14,7 +14,7 @@ MARK = "windows: "  # prefix of messages to the parent: libraries print to the s
 
 
 class Here:
-    """A contestant in this process."""
+    """Contestant in this process."""
 
     def __init__(self, contestant: Window | TrainerWindow) -> None:
         self._contestant = contestant
@@ -32,15 +32,15 @@ class Here:
 
 
 class Apart:
-    """A contestant in a new process, with its own heap.
+    """Contestant in a new process, with its own heap.
 
     Args:
-        arguments: of `overhead.py` in that process.
+        arguments: arguments of `overhead.py` in that process.
     """
 
     def __init__(self, arguments: list[str]) -> None:
         program = [sys.executable, str(Path(__file__).with_name("overhead.py")), *arguments, "--serve"]
-        # A Trainer runs in a thread here. With one arena it uses the same heap as in an ordinary program.
+        # A Trainer runs in a thread. With one malloc arena it uses the same heap as in the main thread.
         environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
         self._process = subprocess.Popen(
             program,

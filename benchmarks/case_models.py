@@ -17,13 +17,13 @@ def classifier(dtype: torch.dtype) -> nn.Module:
 
 
 def dropout_classifier(dtype: torch.dtype) -> nn.Module:
-    """Two layers of dropout: with one, contiguous parts happen to draw the numbers of the whole in order."""
+    """Two layers of dropout. With one, contiguous micro-batches draw the same random numbers as the batch."""
     linear, tanh, head = classifier(dtype)  # type: ignore[misc]  # a Sequential iterates over its modules
     return nn.Sequential(nn.Dropout(0.2), linear, tanh, nn.Dropout(0.5), head)
 
 
 def zero_classifier(dtype: torch.dtype) -> nn.Module:
-    """At zero the softmax is exactly 1 / CLASSES: each micro-batch's gradient is exact in bfloat16."""
+    """With zero weights the softmax is exactly 1 / CLASSES, so each gradient is exact in bfloat16."""
     model = nn.Linear(FEATURES, CLASSES).to(dtype)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -54,7 +54,7 @@ class NestedModel(nn.Module):
         return self.net(torch.cat([left, right], dim=1) * inputs["meta"]["scale"][:, None])
 
 
-# Losses: the mean that a user writes, and its numerator -------------------------------------------
+# Losses: the mean of the user, and its numerator --------------------------------------------------
 
 
 def cross_entropy(outputs: Tensor, batch: Batch, *, reduction: str = "mean", weight: Any = None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Cases of the scorecard: small deterministic trainings, each with one difference from the first one.
+"""Cases of the scorecard: small deterministic trainings, each with one difference from the first.
 
-Weights and data are made in float32 (in bfloat16 for the bfloat16 case) and cast, so every precision starts
-from the same numbers and the float64 large batch is the reference for all of them.
+Weights and data are made in float32 (bfloat16 for the bfloat16 case) and cast. So every precision starts from
+the same numbers, and the float64 large batch is the reference for all.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A row: the task in a precision, the operation on it, and the premise that is checked."""
+    """Case of the scorecard: the task in a precision, the operation on it, and the premise to check."""
 
     name: str
     why: str
@@ -43,9 +43,9 @@ class Case:
     premise: Callable[[Task], bool]
     tutorial_is_wrong: bool = True
     action: Literal["train", "resume", "leave"] = "train"
-    against_itself: bool = False  # compared with the same tool's own large batch: random numbers decide
-    dtype: torch.dtype | None = None  # the row's own precision, measured once
-    bound: float | None = None  # the row's own bound for ours
+    against_itself: bool = False  # compared with the tool's own large batch (random numbers)
+    dtype: torch.dtype | None = None  # fixed precision, measured once
+    bound: float | None = None  # bound for superbatch, if not the default
 
 
 # Tasks --------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def far_sgd(parameters: Any) -> torch.optim.Optimizer:
-    """SGD with a rate so large that the change exceeds the rounding of float32 parameters."""
+    """SGD with a high rate, so that the change exceeds the rounding of float32 parameters."""
     return torch.optim.SGD(parameters, lr=64.0)
 
 
@@ -65,7 +65,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def labelled(count: int, dtype: torch.dtype, *, made_in: torch.dtype = torch.float32) -> list[Batch]:
-    """Labelled points whose spread grows with the index, so that all micro-batches have other gradients."""
+    """Labelled points whose spread grows with the index, so that the gradients of micro-batches differ."""
     generator = torch.Generator().manual_seed(7)
     points = torch.randn(count, FEATURES, generator=generator) * torch.linspace(0.5, 2, count)[:, None]
     labels = torch.randint(CLASSES, (count,), generator=generator)
@@ -98,7 +98,7 @@ def classify(
 
 
 def token_task(dtype: torch.dtype, lengths: tuple[int, ...]) -> Task:
-    """Sequences with the given numbers of labelled tokens, two in a micro-batch."""
+    """Sequences with the given numbers of labelled tokens, in micro-batches of two."""
     generator = torch.Generator().manual_seed(7)
     samples: list[Batch] = []
     for length in lengths:
@@ -147,7 +147,7 @@ def schedule_task(dtype: torch.dtype) -> Task:
 
 
 def bf16_task(dtype: torch.dtype) -> Task:
-    """Gradients that agree: the sum outgrows its terms, as it does when a model has much to learn."""
+    """Gradients with the same sign, so that the sum outgrows its terms, as early in training."""
     samples = labelled(256, dtype, made_in=torch.bfloat16)
     for index, sample in enumerate(samples):
         sample["inputs"] = sample["inputs"].abs()
@@ -175,7 +175,7 @@ def nested_task(dtype: torch.dtype) -> Task:
 
 
 def large_batches(task: Task, samples: list[list[Batch]]) -> Parameters:
-    """Plain torch with real large batches: one update for each list of samples."""
+    """Train plain torch on real large batches: one update for each list of samples."""
     model, optimizer, scheduler = task.build()
     for chosen in samples:
         batch = torch.utils.data.default_collate(chosen)
@@ -190,7 +190,7 @@ def large_batches(task: Task, samples: list[list[Batch]]) -> Parameters:
 
 
 def references(case: Case, task: Task) -> list[Parameters]:
-    """Right answers: two where an interrupted window may be discarded or flushed."""
+    """Return the correct parameters: two, if an interrupted window may be discarded or flushed."""
     batch = task.microbatch_size * task.accumulation_steps
     windows = [list(task.samples[first : first + batch]) for first in range(0, len(task.samples), batch)]
     if task.skip_nonfinite:
@@ -329,7 +329,7 @@ CASES = (
         task=bf16_task,
         premise=partial(weights_are, equal=True),
         dtype=torch.bfloat16,
-        # The mean is rounded to bfloat16 once, and the product with the learning rate once more: 2 x 2^-9.
+        # Two roundings to bfloat16, of the mean and of its product with the learning rate: 2 x 2^-9.
         bound=2.0**-8,
     ),
     Case(

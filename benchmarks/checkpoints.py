@@ -35,7 +35,7 @@ Way = tuple[Callable[[Path], object], Callable[[Path], object]]
 
 
 class Training:
-    """A model and an optimizer that has made an update, so that its state exists."""
+    """Model and optimizer after one update, so that the optimizer's state exists."""
 
     def __init__(self, width: int) -> None:
         layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.Tanh())]
@@ -45,7 +45,7 @@ class Training:
         self.accumulate(torch.randn(2, width))
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return a mean over samples."""
+        """Return the mean over samples."""
         return self.model(batch).square().mean()
 
     def state(self) -> dict[str, object]:
@@ -59,7 +59,7 @@ class Training:
 
 
 def ways(training: Training) -> dict[str, Way]:
-    """Return how to write into a folder and to load from it, by name."""
+    """Return the functions that write and load a checkpoint, by name of the method."""
 
     def flushed(folder: Path) -> None:
         aside = folder / "aside.pt"
@@ -108,7 +108,7 @@ def main() -> int:
         chosen = ways(training)
         for name in chosen:
             (Path(place) / name).mkdir()
-            sizes[name] = 0  # in this order
+            sizes[name] = 0  # fixes the order of the rows
         for name in in_rounds(list(chosen), options.rounds):
             folder, parts = Path(place) / name, times.setdefault(name, [[], []])
             for kind, work in enumerate(chosen[name]):

@@ -245,7 +245,7 @@ def main() -> int:
             found += rows
         for samples in growth:
             if samples in tables and GROWTH_SIZE in sizes:
-                continue  # already measured
+                continue  # already measured above
             rows = measure(work, samples, [GROWTH_SIZE], -(-rounds // 2), errors=False, overheads=False)
             show(work, rows)
             grown += rows

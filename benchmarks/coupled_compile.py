@@ -5,12 +5,12 @@
 
 CPU ms      median over rounds of updates that take turns, on one thread; / plain: median of the ratios.
 first s     wall time of the first update, with empty caches of Inductor on disk.
-segments    number compiled in the first update; "again": in all later ones.
+segments    segments compiled in the first update; "again": in all later ones.
 device MiB  peak of live tensor bytes on top of parameters and data, of an update without and with segments
             (Inductor's own buffers included).
 error       relative difference of the gradient from that of the full batch in float64: of the full batch, the
-            uncompiled and the compiled block in float32; with --errors also of the compiled one in float64,
-            for which everything is compiled again.
+            uncompiled and the compiled block in float32; with --errors also of the compiled block in float64,
+            which compiles everything again.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def compilations() -> int:
 
 
 def in_turns(runs: list[Callable[[], None]], rounds: int) -> list[list[float]]:
-    """Return the CPU seconds of each function in each round."""
+    """Run the functions in turns; return the CPU seconds of each in each round."""
     found: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
         gc.collect()

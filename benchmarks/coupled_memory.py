@@ -1,8 +1,8 @@
 """Memory of a device and of the host, measured separately on a machine without a device.
 
-The device's memory is that of the storages that operations make, as counted by superbatch's `Ledger`. A value
-that a method moves to the host is copied without being counted, and copied back when it is read. Without
-this, torch and superbatch would leave it in place on a CPU, or count the copy too.
+Device memory is that of storages made by operations, as counted by superbatch's `Ledger`. A value offloaded
+to the host is copied without being counted, and copied back to read it. Otherwise torch and superbatch would
+leave it in place on a CPU, or count the copy too.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from superbatch.torch.virtual.run.store import Store
 
 
 class Host:
-    """Tensors on the host: `peak` bytes at most."""
+    """Tensors on the host; `peak` is the largest number of bytes."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
@@ -50,7 +50,7 @@ class Host:
 
 @contextmanager
 def _saving_to(host: Host) -> Iterator[None]:
-    """Replacement of `torch.autograd.graph.save_on_cpu`."""
+    """Replace `torch.autograd.graph.save_on_cpu`."""
     with torch.autograd.graph.saved_tensors_hooks(host.put, torch.clone):
         yield
 

@@ -40,7 +40,7 @@ class _Clock:
 
 
 class _Timed:
-    """A reduction whose time is measured."""
+    """Reduction whose time is measured."""
 
     def __init__(self, reduction: Any, clock: _Clock) -> None:
         self.add, self.result = clock.around(reduction.add), clock.around(reduction.result)
@@ -51,7 +51,7 @@ def _of(reduce: Callable[[], Any], clock: _Clock) -> Any:
 
 
 def shares(run: Callable[[], object]) -> Shares:
-    """Run once, with a clock around each operation; the time of the clocks counts as the rest."""
+    """Run once with a clock around each operation; the clocks' own time counts as the rest."""
     operators, sums, init = _Clock(), _Clock(), Node.__init__
 
     def timed(node: Node, name: Any, operands: Any, told: Action, outputs: Any, **more: Any) -> None:

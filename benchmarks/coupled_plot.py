@@ -30,8 +30,8 @@ def picture(works: Sequence[Work], rows: Sequence[Any]) -> bytes:
     """Draw the plot: a column for each work, memory on the device above, CPU time below.
 
     Args:
-        works: in order.
-        rows: of `coupled.Row`, in micro-batches of one size, for several batches.
+        works: trainings in the order of the columns.
+        rows: a `coupled.Row` for each method and batch size, with one micro-batch size.
 
     Returns:
         A PNG file's content.

@@ -3,11 +3,11 @@
     python benchmarks/coupled_rounding.py [--work convnet] [--samples 256] [--sizes 1,4,16,64] [--draws 20]
                                           [--json FILE]
 
-One batch is not enough: if a unit is close to the kink of a ReLU or of a maximum, rounding decides on which
-side it is, and the gradient jumps, in one method or in the other. So each draw has another batch and another
-model. Columns: median and largest error over draws, relative to the gradient; for virtual_batch also the
-median ratio to the full batch's error in the same draw, the number of draws in which it is more than twice as
-large, and the number in which the full batch's is more than twice as large.
+One batch is not enough: near the kink of a ReLU or of a maximum, rounding decides the side of a unit, and the
+gradient of either method jumps. So each draw has another batch and another model. Columns: median and largest
+error over draws, relative to the gradient; for virtual_batch also the median ratio to the full batch's error
+in the same draw, the number of draws in which it is more than twice as large, and the number in which the
+full batch's error is more than twice as large.
 """
 
 import argparse
@@ -29,7 +29,7 @@ OURS = next(way for way in WAYS if way.name == "virtual")
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one micro-batch size (None: the batch in one piece), one number for each draw."""
+    """Errors of one micro-batch size (None: the full batch), one for each draw."""
 
     work: str
     samples: int

@@ -16,7 +16,7 @@ Run = Callable[[Work, nn.Module, Data, int], "CouplingReport | None"]
 
 @dataclass(frozen=True)
 class Way:
-    """A row of the table.
+    """Method to compute the gradient of a batch.
 
     Attributes:
         name: name in the JSON file.
@@ -36,18 +36,18 @@ class Way:
 
 
 def full(work: Work, model: nn.Module, batch: Data, size: int) -> None:
-    """The full batch at once."""
+    """Gradient of the full batch without micro-batches."""
     work.loss(model, work.encode(model, batch)).backward()
 
 
 def offloaded(work: Work, model: nn.Module, batch: Data, size: int) -> None:
-    """The full batch, with autograd's saved tensors in host memory."""
+    """Gradient of the full batch with autograd's saved tensors in host memory."""
     with torch.autograd.graph.save_on_cpu():
         full(work, model, batch, size)
 
 
 def checkpointed(work: Work, model: nn.Module, batch: Data, size: int) -> None:
-    """The full batch, with each block recomputed in the backward."""
+    """Gradient of the full batch with each block recomputed in the backward."""
     chains = [module for module in model.modules() if isinstance(module, Blocks)]
     for chain in chains:
         chain.checkpointed = True
@@ -64,14 +64,14 @@ def _parts(batch: Data, size: int) -> list[Data]:
 
 
 def accumulated(work: Work, model: nn.Module, batch: Data, size: int) -> None:
-    """The mean of the losses of micro-batches: another gradient than that of the batch."""
+    """Plain accumulation of the mean of micro-batch losses, which is not the gradient of the batch."""
     parts = _parts(batch, size)
     for part in parts:
         (work.loss(model, work.encode(model, part)) / len(parts)).backward()
 
 
 def grad_cache(work: Work, model: nn.Module, batch: Data, size: int) -> None:
-    """The loop of sentence-transformers' Cached* losses, with its random state for each micro-batch."""
+    """Loop of sentence-transformers' Cached* losses, which restores the random state of each micro-batch."""
     parts = _parts(batch, size)
     states, found = [], []
     with torch.no_grad():
@@ -93,7 +93,7 @@ def grad_cache(work: Work, model: nn.Module, batch: Data, size: int) -> None:
 
 
 def cached(work: Work, model: nn.Module, batch: Data, size: int) -> None:
-    """`cached_gradients`, in two passes."""
+    """`cached_gradients` in two passes."""
     cached_gradients(
         lambda part: work.encode(model, part), lambda z: work.loss(model, z), batch, size, models=model
     )
@@ -109,7 +109,7 @@ def _virtual(budget: int | None) -> Run:
 
 
 def _fitting(work: Work, model: nn.Module, batch: Data, size: int) -> CouplingReport:
-    """`virtual_batch` with as many samples at a time as fit in memory: here the whole batch."""
+    """`virtual_batch` with the largest micro-batch that fits in memory: here the whole batch."""
     with virtual_batch(model, "auto") as virtual:
         work.loss(model, work.encode(model, virtual(batch))).backward()
     return virtual.report()

@@ -1,4 +1,4 @@
-"""Four trainings with coupled samples: by BatchNorm, by the loss, by both."""
+"""Four trainings with samples coupled by BatchNorm, by the loss, or by both."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Data = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """A training.
+    """Training with coupled samples.
 
     Attributes:
         name: name on the command line.
@@ -99,7 +99,7 @@ def pooled(width: int, outs: int) -> nn.Sequential:
 
 
 def resnet20() -> nn.Module:
-    """He et al. for images of 32 x 32: 16, 32 and 64 channels, 21 BatchNorms with those of the shortcuts."""
+    """ResNet-20 of He et al. for 32 x 32 images: 16, 32 and 64 channels, 21 BatchNorms."""
     blocks: list[nn.Module] = [convolution(3, 16)]
     ins = 16
     for outs in (16, 32, 64):
@@ -135,7 +135,7 @@ def projected() -> nn.Module:
 
 
 class TextTower(nn.Module):
-    """Two layers of a transformer, and the mean over tokens."""
+    """Two transformer layers and a mean over tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class TextTower(nn.Module):
 
 
 class Towers(nn.Module):
-    """An image tower with GroupNorm, a text tower with LayerNorm, a learnt temperature."""
+    """Image tower with GroupNorm, text tower with LayerNorm, and a learnt temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def _classifier(name: str, title: str, model: Callable[[], nn.Module]) -> Work:
 
 
 def works() -> dict[str, Work]:
-    """By name."""
+    """Return the trainings by name."""
     views = Work(
         name="views",
         title="encoder and head with BatchNorm, InfoNCE of two views",

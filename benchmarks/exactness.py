@@ -51,7 +51,7 @@ class Row:
     """One case in one precision."""
 
     case: str
-    table: str  # the precision of the table it belongs to
+    table: str  # precision of its table
     bound: float
     large_batch: float | None  # error of the large batch itself in this precision
     cells: dict[str, Cell]
@@ -119,7 +119,7 @@ def record_of(rows: list[Row], peers: list[Peer]) -> scorecard.Record:
 
 
 def versions_of(peers: list[Peer]) -> dict[str, str]:
-    """Version of each installed library by its distribution."""
+    """Return the version of each installed distribution."""
     found = {peer.package: version_of(peer.package) for peer in peers if peer.package}
     return {"torch": torch.__version__, **{name: version for name, version in found.items() if version}}
 
@@ -192,7 +192,7 @@ def _error(change: Parameters, truths: list[Parameters]) -> float:
 
 
 def _check_that_the_wrong_way_differs(case: Case, dtype: torch.dtype, tutorial: Cell) -> None:
-    """Check that the tutorial loop is right or wrong as expected; else the case shows nothing."""
+    """Check that the tutorial loop is right or wrong as expected; otherwise the case proves nothing."""
     error = tutorial.error
     assert error is not None, f"the tutorial loop fails on {case.name!r}: {tutorial.note}"
     wrong = math.isnan(error) or error > 1e-2

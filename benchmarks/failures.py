@@ -1,8 +1,8 @@
 """Two hundred windows in which memory runs out, compared with the same windows without failures.
 
-Each failure is a real one: the allocator gets a request that is too large, after the forward of a module, in
-the loss function, or in the backward at the output of a module, when gradients of later modules were added
-already. Micro-batch, place and module are random. Everything is in float64.
+Each failure is real: the allocator gets a request that is too large. It comes after the forward of a module,
+in the loss function, or in the backward at the output of a module, after gradients of later modules were
+added. Micro-batch, place and module are random. Everything is in float64.
 """
 
 import copy
@@ -30,7 +30,7 @@ KEEP = 3
 
 
 class Counting(nn.Module):
-    """Counts in a buffer the samples that it has seen, as metrics and moving statistics do."""
+    """Count the samples in a buffer, as metrics and moving statistics do."""
 
     seen: Tensor
 
@@ -44,7 +44,7 @@ class Counting(nn.Module):
 
 
 class Attention(nn.Module):
-    """A transformer's layer over eight positions of eight numbers, and a head."""
+    """Transformer layer over eight positions of eight features, with a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,11 +88,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Opt
 
 @dataclass
 class Faults:
-    """Failures of the allocator, armed before a window, each for some micro-batch and place of it.
+    """Failures of the allocator, armed before a window for a random micro-batch and place.
 
     Attributes:
-        counts: how often memory ran out, by place.
-        half_way: how often a backward had already added to some gradient.
+        counts: number of failures by place.
+        half_way: number of failures after a backward had added to some gradient.
     """
 
     draw: random.Random
@@ -119,7 +119,7 @@ class Faults:
         self._module = self.draw.choice(self._modules)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """The loss, in which memory may run out."""
+        """Return the loss, or run out of memory in it."""
         loss = loss_of(outputs, batch)
         if self._ready("loss"):
             self._fail()
@@ -161,8 +161,8 @@ class Outcome:
     Attributes:
         error: largest relative difference of a parameter's change, against no failures; None: training ended.
         counts: failures by place.
-        half_way: of those in a backward, how many had added to a gradient already.
-        buffers: whether the samples that were counted are the same.
+        half_way: number of failures in a backward that had already added to a gradient.
+        buffers: True if the counted samples are the same.
     """
 
     model: str
@@ -237,9 +237,9 @@ def ours(name: str, windows: int, faults: Faults | None) -> tuple[Parameters, in
 
 
 def naive(name: str, windows: int, faults: Faults) -> tuple[Parameters, int]:
-    """The usual loop by hand: a failed micro-batch is retried in halves; nothing is rolled back.
+    """Train by the usual hand-written loop, which retries a failed micro-batch in halves without a rollback.
 
-    For models that draw nothing: it has no random streams of single samples.
+    For models without random numbers: it has no random streams per sample.
     """
     model, optimizer = _build(name)
     faults.watch(model)
@@ -268,9 +268,9 @@ def _result(model: nn.Module) -> tuple[Parameters, int]:
 
 
 def measure(windows: int) -> list[Outcome]:
-    """Train each model with superbatch, and by the loop by hand that only retries."""
+    """Train each model with superbatch, and by the hand-written loop that only retries."""
     outcomes = []
-    gc.freeze()  # superbatch collects garbage after each failure; frozen objects are not searched
+    gc.freeze()  # each failure collects garbage, which skips frozen objects
     for name in MODELS:
         start = parameters_of(_build(name)[0])
         truth, seen = ours(name, windows, None)

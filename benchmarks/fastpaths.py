@@ -1,4 +1,4 @@
-"""Gain of each fast path (`superbatch/torch/fastpaths.py`) in an ordinary window, against its plain version.
+"""Gain of each fast path (`superbatch/torch/fastpaths.py`) in a window, against its plain version.
 
     python benchmarks/fastpaths.py [--work mlp,small-transformer] [--rounds N] [--device cpu|cuda]
                                    [--only backward,norms] [--dry] [--json FILE]
@@ -10,8 +10,8 @@ calls in one window; a path without calls cannot gain. Gradients are clipped and
 weight, so that `multiply` and `divide` are called.
 
 The heap's path acts once per process. For its plain version, mallopt sets the state that glibc reaches
-without it, for the largest block of the training (--largest bytes); its "calls" are page faults of the plain
-window. A path must gain 1 % of one of the windows. --dry makes two rounds, to test the program itself.
+without the path, for the largest block of the training (--largest bytes); its "calls" are page faults of the
+plain window. A path must gain 1 % of one of the windows. --dry makes two rounds, to test the program itself.
 """
 
 import argparse
@@ -45,7 +45,7 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class Gain:
-    """One row: time of the plain version over that of the path, minus one."""
+    """Row of the table: time of the plain version over that of the path, minus one."""
 
     work: str
     path: str
@@ -58,7 +58,7 @@ class Gain:
 
 
 class Switch:
-    """A path in place of itself, which its plain version can take over for a while."""
+    """Wrapper of a fast path that can switch to the plain version."""
 
     def __init__(self, name: str) -> None:
         self.path, self.plain = getattr(fastpaths, name), fastpaths.PLAIN[name]
@@ -75,7 +75,7 @@ class Switch:
 
 
 class Heap:
-    """State of glibc's heap, with the path and without."""
+    """State of glibc's heap with the path and without it."""
 
     def __init__(self, largest: int) -> None:
         self._largest, self._mallopt = largest, ctypes.CDLL(None).mallopt
@@ -89,14 +89,14 @@ class Heap:
 
 
 class Nothing:
-    """The same window twice: the noise."""
+    """The same window twice, to measure the noise."""
 
     def turn(self, *, plain: bool) -> None:
         """Change nothing."""
 
 
 def window(work: Work, device: torch.device) -> Callable[[], object]:
-    """A window that calls every path which the device uses."""
+    """Return a window that calls every path of the device."""
     model, optimizer = work.build()
     model.to(device).train()
 
@@ -111,7 +111,7 @@ def window(work: Work, device: torch.device) -> Callable[[], object]:
 
 
 def clock(run: Callable[[], object], device: torch.device) -> float:
-    """CPU seconds of a window; on an accelerator the time until the device has finished."""
+    """Return the CPU seconds of a window; on an accelerator the wall time until the device has finished."""
     if device.type == "cpu":
         started = time.process_time_ns()
         run()
@@ -126,7 +126,7 @@ def clock(run: Callable[[], object], device: torch.device) -> float:
 def measure(
     work: Work, paths: dict[str, Any], rounds: int, device: torch.device, untimed: int = 0
 ) -> list[Gain]:
-    """Pairs of windows for each path, in random order."""
+    """Measure pairs of windows for each path, in random order."""
     run, generator = window(work, device), random.Random(0)
     calls = {name: _calls(run, path) for name, path in paths.items()}
     for _ in range(WARM_UP):
@@ -151,7 +151,7 @@ def measure(
 
 
 def _calls(run: Callable[[], object], path: Any) -> float:
-    """Calls of a path in the third window, or page faults of it where the path is the heap's."""
+    """Return the calls of a path in the third window, or its page faults for the heap's path."""
     path.turn(plain=isinstance(path, Heap))
     for _ in range(2):
         run()
@@ -202,7 +202,7 @@ def main() -> int:
     for work in works:
         rounds = 2 if options.dry else options.rounds or work.rounds
         gains = measure(work, paths, rounds, device) if paths else []
-        if heap:  # last: glibc adapts by itself during the other paths
+        if heap:  # last, because glibc adapts by itself during the other paths
             gains += measure(work, heap, rounds, device, untimed=1)
         found += gains
         print_table(

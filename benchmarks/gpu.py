@@ -3,16 +3,16 @@
     python benchmarks/gpu.py [--seconds 500] [--json FILE] [--plots DIR] [--device cuda] [--small]
                              [--sections windows,fit,whole,launch]
 
-windows  a window against the best loop by hand: MLP, ResNet-50 at 224 pixels, a model like GPT-2 small at
-         1024 tokens; bfloat16 autocast, micro-batches of 1, 4, 16 and 64.
+windows  a window against the best hand-written loop: MLP, ResNet-50 at 224 pixels, a model like GPT-2 small
+         at 1024 tokens; bfloat16 autocast, micro-batches of 1, 4, 16 and 64.
 fit      "largest" and "auto" within a share of the memory, against the true limit by bisection and against
-         Accelerate's finder where it is installed.
-whole    a batch whose samples influence each other: time and peak of `virtual_batch` against the full batch,
-         plain accumulation, saved tensors on the host, and GradCache by hand.
+         Accelerate's finder if it is installed.
+whole    a batch of coupled samples: time and peak of `virtual_batch` against the full batch, plain
+         accumulation, saved tensors on the host, and a hand-written GradCache.
 launch   host-bound micro-batches: time per sample at sizes 1 to 8 against 64.
 
-Contestants take turns; times are medians between CUDA events. The loop by hand runs twice, to show the noise.
-Results are written after each table. For a dry run, pass --device cpu --small. One GPU is enough.
+Contestants take turns; times are medians between CUDA events. The hand-written loop runs twice to show the
+noise. Results are written after each table. For a dry run, pass --device cpu --small. One GPU is enough.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from superbatch.torch import Accumulator, virtual_batch
 
-SHARES = {"windows": 0.4, "fit": 0.15, "whole": 0.35, "launch": 0.1}  # of the time
+SHARES = {"windows": 0.4, "fit": 0.15, "whole": 0.35, "launch": 0.1}  # shares of the time
 Make = Callable[[Training, torch.device, int], Callable[[], object]]
 
 
@@ -54,7 +54,7 @@ def _loss(training: Training, model: nn.Module, part: Data, device: torch.device
 
 
 def by_hand(training: Training, device: torch.device, size: int) -> Callable[[], object]:
-    """The best loop by hand: asynchronous copies from pinned memory, one host read."""
+    """Best hand-written loop: asynchronous copies from pinned memory, one host read."""
     model, optimizer, batch = _ready(training, device)
     count = -(-training.samples // size)
 
@@ -76,7 +76,7 @@ def by_hand(training: Training, device: torch.device, size: int) -> Callable[[],
 
 
 def ours(training: Training, device: torch.device, size: int) -> Callable[[], object]:
-    """An Accumulator on the same batch."""
+    """Accumulator on the same batch."""
     model, optimizer, batch = _ready(training, device)
     accumulate = Accumulator(
         model,
@@ -108,7 +108,7 @@ def windows(options: argparse.Namespace, seconds: float) -> dict[str, list[Row]]
 
 
 def full(training: Training, device: torch.device, size: int) -> Callable[[], object]:
-    """The whole batch at once."""
+    """Whole batch without micro-batches."""
     model, _, batch = _ready(training, device)
 
     def run() -> None:
@@ -120,7 +120,7 @@ def full(training: Training, device: torch.device, size: int) -> Callable[[], ob
 
 
 def saved_on_host(training: Training, device: torch.device, size: int) -> Callable[[], object]:
-    """The whole batch, with autograd's saved tensors in host memory."""
+    """Whole batch with autograd's saved tensors in host memory."""
     run = full(training, device, size)
 
     def offloaded() -> None:
@@ -131,7 +131,7 @@ def saved_on_host(training: Training, device: torch.device, size: int) -> Callab
 
 
 def plain(training: Training, device: torch.device, size: int) -> Callable[[], object]:
-    """Plain accumulation: another gradient, in the memory to compare with."""
+    """Plain accumulation, for its memory; its gradient is not that of the batch."""
     model, _, batch = _ready(training, device)
 
     def run() -> None:
@@ -144,7 +144,7 @@ def plain(training: Training, device: torch.device, size: int) -> Callable[[], o
 
 
 def virtual(training: Training, device: torch.device, size: int) -> Callable[[], object]:
-    """`virtual_batch`: the gradient of the whole batch."""
+    """Gradient of the whole batch by `virtual_batch`."""
     model, _, batch = _ready(training, device)
 
     def run() -> None:
@@ -156,7 +156,7 @@ def virtual(training: Training, device: torch.device, size: int) -> Callable[[],
 
 
 def grad_cache(training: Training, device: torch.device, size: int) -> Callable[[], object]:
-    """GradCache by hand, for two towers without dropout."""
+    """Hand-written GradCache for two towers without dropout."""
     model, _, batch = _ready(training, device)
 
     def run() -> None:
@@ -213,7 +213,7 @@ def launch(options: argparse.Namespace, seconds: float) -> dict[str, list[Row]]:
 
 
 def _fits(training: Training, device: torch.device, size: int) -> bool:
-    """Return True if one micro-batch of a size fits beside the optimizer's state."""
+    """Return True if a micro-batch of this size fits next to the optimizer's state."""
     model, optimizer, _ = _ready(training, device)
     try:
         for _ in range(2):

@@ -13,15 +13,15 @@ from superbatch.torch.memory.meter import peak_bytes
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant.
+    """Row of the table: one contestant.
 
     Attributes:
         seconds: median over rounds.
-        ratio: of its median to the first contestant's.
+        ratio: ratio of its median to the first contestant's.
         low, high: quartiles of the ratio within a round.
-        peak: bytes beyond those before the call; None where it was not measured.
-        rounds: that were timed.
-        error: why it did not run; the other figures are then 0.
+        peak: bytes on top of those before the call; None if not measured.
+        rounds: number of timed rounds.
+        error: reason why it did not run; the other figures are then 0.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Row:
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call: between two events on a CUDA device, by the clock elsewhere."""
+    """Return the seconds of one call: between two CUDA events, or by the clock on other devices."""
     if device.type != "cuda":
         began = time.perf_counter()
         call()
@@ -57,7 +57,7 @@ def compare(
     most_rounds: int = 15,
     peaks: bool = True,
 ) -> list[Row]:
-    """Let contestants take turns until the time is over; ratios are to the first one."""
+    """Let contestants take turns until the time is over; ratios refer to the first."""
     until = time.monotonic() + seconds
     times: dict[str, list[float]] = {name: [] for name in contestants}
     errors: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The trainings of `benchmarks/gpu.py`: plain torch, at full size and at a size for a dry run."""
+"""Trainings of `benchmarks/gpu.py` in plain torch, at full size and at a size for a dry run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ Data = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Training:
-    """A model with its loss and data.
+    """Model with its loss and data.
 
     Attributes:
-        name: on the command line and in tables.
-        model: makes it.
-        data: makes a batch of a number of samples, on the host.
-        loss: of model and (micro-)batch.
+        name: name on the command line and in tables.
+        model: function that makes the model.
+        data: function that makes a batch of a number of samples on the host.
+        loss: function of model and (micro-)batch.
         sizes: micro-batch sizes to measure.
-        samples: of a batch.
+        samples: number of samples of a batch.
     """
 
     name: str
@@ -73,7 +73,7 @@ def resnet(depths: tuple[int, ...], width: int, norm: Callable[[int], nn.Module]
 
 
 class Block(nn.Module):
-    """A transformer block with causal attention, and a dense or a mixture-of-experts feed-forward part."""
+    """Transformer block with causal attention and a dense or mixture-of-experts feed-forward layer."""
 
     def __init__(self, width: int, heads: int, *, causal: bool = True, experts: int = 0) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Block(nn.Module):
         shares = self.router(h).float().softmax(-1).to(h.dtype)
         top, chosen = shares.topk(2, -1)
         mixed = torch.zeros_like(h)
-        for index, expert in enumerate(self.parts):  # dense dispatch: every expert sees every token
+        for index, expert in enumerate(self.parts):  # dense dispatch: every expert gets every token
             gate = (top * (chosen == index)).sum(-1, keepdim=True)
             mixed = mixed + gate * expert(h)
         counts = F.one_hot(chosen, len(self.parts)).to(h.dtype).flatten(0, -3).mean((0, 1))
@@ -106,7 +106,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """A GPT-2-like language model; with experts, a Mixtral-like one whose balance loss couples the batch."""
+    """GPT-2-like language model; with experts a Mixtral-like model, whose balance loss couples the batch."""
 
     def __init__(self, vocabulary: int, length: int, width: int, layers: int, experts: int = 0) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Language(nn.Module):
 
 
 class Towers(nn.Module):
-    """CLIP-like: an image tower and a text tower with a learnt temperature."""
+    """CLIP-like image and text towers with a learnt temperature."""
 
     def __init__(self, width: int, layers: int, vocabulary: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Towers(nn.Module):
 
 
 def contrast(model: Any, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """CLIP's loss of two embeddings."""
+    """CLIP's loss of the embeddings of two towers."""
     image, text = pair
     logits = model.scale.exp() * image @ text.T
     labels = torch.arange(len(logits), device=logits.device)
@@ -177,7 +177,7 @@ def language_loss(model: Any, batch: Data) -> Tensor:
 
 
 def separable(*, small: bool) -> list[Training]:
-    """Trainings whose loss is a mean over samples."""
+    """Return the trainings whose loss is a mean over samples."""
     sizes = (1, 4) if small else (1, 4, 16, 64)
     samples, width = (8, 32) if small else (128, 2048)
 
@@ -216,7 +216,7 @@ def separable(*, small: bool) -> list[Training]:
 
 
 def coupled(*, small: bool) -> list[Training]:
-    """Trainings whose samples influence each other."""
+    """Return the trainings with coupled samples."""
     depths, channels, pixels = ((1, 1), 8, 32) if small else ((3, 4, 6, 3), 64, 224)
     width, layers = (32, 1) if small else (512, 6)
     vocabulary, length = (97, 8) if small else (8192, 256)

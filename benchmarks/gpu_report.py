@@ -26,7 +26,7 @@ def show(title: str, rows: list[Row]) -> None:
 
 
 def plot(results: dict[str, Any], folder: Path) -> None:
-    """Draw time and peak memory of each table as bars, where matplotlib is installed."""
+    """Draw time and peak memory of each table as bars, if matplotlib is installed."""
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:

@@ -1,11 +1,11 @@
-"""Number of instructions of a window, against the best loop by hand; unlike a time it has no noise.
+"""Number of instructions of a window, against the best hand-written loop; unlike a time it has no noise.
 
     python benchmarks/instructions.py [--peers none|all|NAMES] [--work mlp,convnet,transformer] [--windows N]
                                       [--warm-up N] [--json FILE]
 
-Each contestant runs some windows under valgrind's callgrind (`apt install valgrind`), in its own process,
-after enough windows for Python to specialise its code. All threads are counted, as a Trainer runs in its own.
-Waiting for memory does not count, and valgrind has no AVX-512, so use `overhead.py` for times.
+Each contestant runs some windows under valgrind's callgrind (`apt install valgrind`) in its own process,
+after enough windows for Python to specialise its code. All threads count, because a Trainer runs in its own
+thread. Waiting for memory does not count, and valgrind has no AVX-512, so use `overhead.py` for times.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from overhead import Entry, entries
 from peers import choose
 from tables import print_table
 
-ROWS = ("by hand", "by hand, cuts the batch")  # the other loops by hand are variants of these
+ROWS = ("by hand", "by hand, cuts the batch")  # the other hand-written loops are variants of these
 CHILD = """
 import gc, sys, warnings
 sys.path[:0] = {path!r}
@@ -47,7 +47,7 @@ window.close()
 
 @dataclass(frozen=True)
 class Count:
-    """One row: instructions of a window."""
+    """Row of the table: instructions of a window."""
 
     work: str
     name: str

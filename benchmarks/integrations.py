@@ -31,7 +31,7 @@ BASE = "its own"
 
 @dataclass(frozen=True)
 class Result:
-    """One row: a host's training, and its time against that of the host's own accumulation."""
+    """Row of the table: time of the integration in one training, against the host's own accumulation."""
 
     host: str
     training: str
@@ -44,7 +44,7 @@ class Result:
 
 
 def measure(host: str, training: str, rounds: int, seed: int = 0) -> list[Result]:
-    """Let the contestants take turns."""
+    """Let the contestants take turns, and return the rows."""
     make = importlib.import_module(f"hosts.{host}").window
     contestants = {
         BASE: make(training, exact=False),

@@ -1,16 +1,17 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Cost and error of updates in micro-batches in JAX.
 
     python benchmarks/jax_accumulation.py [--rounds N] [--sizes 32,16,8,4,2] [--rows 64] [--json FILE]
 
-A four-layer transformer on 64 texts of 1 to 64 tokens, AdamW, float32: the full batch; `superbatch.jax`;
-`optax.microbatching` (mean over micro-batches); `optax.MultiSteps`; and our `multi_steps`, both fed from the
-host. Memory is `temp_size_in_bytes` of the compiled update (JAX's peak on the CPU has arguments only); time
-is CPU time of all threads, the median of rounds in random order; the gradient's error is the largest
-difference of an element from the full batch's gradient in float64, relative to the largest element. The
-float32 full batch has a rounding error too. Then a contrastive loss of 2048 pairs: full batch, `remat_map`,
-its loop in plain JAX, plain micro-batches. The exit code is 1 if superbatch is outside its bounds.
+A four-layer transformer on 64 texts of 1 to 64 tokens, AdamW, float32. Rows: the full batch;
+`superbatch.jax`; `optax.microbatching` (mean over micro-batches); `optax.MultiSteps` and superbatch's
+`multi_steps`, both fed from the host. Memory is `temp_size_in_bytes` of the compiled update (JAX's peak on
+the CPU has arguments only). Time is CPU time of all threads, the median of rounds in random order. The
+gradient's error is the largest difference of an element from the full batch's gradient in float64, relative
+to the largest element; the float32 full batch has a rounding error too. Then a contrastive loss of 2048
+pairs: full batch, `remat_map`, the same loop in plain JAX, plain micro-batches. The exit code is 1 if
+superbatch is outside its bounds.
 """
 
 import argparse
@@ -35,13 +36,13 @@ from tables import print_table
 from superbatch.jax import multi_steps, remat_map, value_and_grad
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 1024, 256, 4, 4, 64
-ROUNDING = 1.5  # float32 sums in another order may be this much further off than the full batch's are
+ROUNDING = 1.5  # allowed ratio of the rounding error to the full batch's
 MIB = 2**20
 
 
 @dataclass
 class Contestant:
-    """One way to make an update; `call` makes one and waits for it."""
+    """Method to make an update; `call` makes one and waits for it."""
 
     name: str
     temp: float  # MiB of the compiled program
@@ -62,7 +63,7 @@ class Row:
 
 
 def parameters() -> Any:
-    """A transformer of 3.7 million float32 parameters."""
+    """Return the parameters of a transformer: 3.7 million in float32."""
     draw = np.random.default_rng(0).normal
 
     def matrix(*shape: int) -> Any:
@@ -121,7 +122,7 @@ def texts(rows: int) -> Any:
 
 
 def exact_gradient(loss: Callable[..., Any], p: Any, batch: Any) -> Any:
-    """The full batch's gradient in float64, of the same float32 numbers."""
+    """Return the full batch's gradient in float64, from the same float32 numbers."""
 
     def wider(leaf: Any) -> Any:
         return (
@@ -139,7 +140,7 @@ def error_of(gradient: Any, exact: Any) -> float:
 
 
 def one_update(name: str, gradient_of: Callable[..., Any], p: Any, batch: Any, exact: Any) -> Contestant:
-    """An update in one jitted program."""
+    """Return an update in one jitted program."""
     optimizer = optax.adamw(1e-3)
     state = optimizer.init(p)
 
@@ -155,7 +156,7 @@ def one_update(name: str, gradient_of: Callable[..., Any], p: Any, batch: Any, e
 
 
 def streamed(name: str, optimizer: Any, p: Any, batch: Any, *, size: int, weighted: bool) -> Contestant:
-    """Micro-batches from the host, one program call each."""
+    """Return an update of micro-batches from the host, with one program call each."""
     plain = sum(leaf.nbytes for leaf in jax.tree.leaves(optax.adamw(1e-3).init(p)))
     state = optimizer.init(p)
 
@@ -166,7 +167,7 @@ def streamed(name: str, optimizer: Any, p: Any, batch: Any, *, size: int, weight
         return optax.apply_updates(p, updates), state
 
     parts = [jax.tree.map(lambda x, i=i: x[i : i + size], batch) for i in range(0, len(batch["mask"]), size)]
-    # As in a training, parameters and state are donated, so XLA writes the new ones in their place.
+    # As in a training, parameters and state are donated, so XLA updates them in place.
     program: Any = jax.jit(update, donate_argnums=(0, 1)).lower(p, state, parts[0]).compile()
 
     def call() -> None:
@@ -180,7 +181,7 @@ def streamed(name: str, optimizer: Any, p: Any, batch: Any, *, size: int, weight
 
 
 def optax_gradient(size: int, *, inside: bool) -> Callable[..., Any]:
-    """`optax.microbatching`: gradients of micro-batches, or the gradient of a loss in micro-batches."""
+    """Return `optax.microbatching` of gradients of micro-batches, or the gradient of its loss."""
     options = {"argnums": 1, "microbatch_size": size, "accumulator": microbatching.AccumulationType.MEAN}
     if inside:
         return microbatching.microbatch(jax.grad(loss), **options)
@@ -195,7 +196,7 @@ def transformer(rows: int, sizes: list[int]) -> list[Contestant]:
         call = value_and_grad(loss, microbatch_size=size, weight=count, **options)
         return lambda p, batch: call(p, batch)[1]
 
-    def measuring(p: Any, batch: Any) -> Any:  # a result that nobody uses would be removed by XLA
+    def measuring(p: Any, batch: Any) -> Any:  # XLA would remove an unused result
         _, gradient, stats = value_and_grad(loss, microbatch_size=8, weight=count, noise=True)(p, batch)
         return jax.tree.map(lambda leaf: leaf + 0 * stats.a2, gradient)
 
@@ -213,7 +214,7 @@ def transformer(rows: int, sizes: list[int]) -> list[Contestant]:
 
 
 def contrastive(pairs: int) -> list[Contestant]:
-    """Two views through one encoder; the floor of memory is the logits of all pairs."""
+    """Return contrastive losses of two views; the logits of all pairs need the least possible memory."""
     draw = np.random.default_rng(0).normal
     widths = [64, 1024, 1024, 1024, 64]
     p = [jnp.asarray(draw(size=shape) / shape[0] ** 0.5, jnp.float32) for shape in pairwise(widths)]
@@ -249,7 +250,7 @@ def contrastive(pairs: int) -> list[Contestant]:
 
 
 def measure(contestants: list[Contestant], rounds: int) -> list[Row]:
-    """Median CPU times, in random order within a round."""
+    """Return the median CPU times; the order within a round is random."""
     times: dict[str, list[float]] = {one.name: [] for one in contestants}
     for one in contestants:
         one.call()

@@ -1,14 +1,15 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Time and memory of loops over micro-batches in JAX: a scan, an unrolled loop, and calls from the host.
 
     python benchmarks/jax_loops.py [--rounds N] [--rows 64] [--microbatch-size 8] [--models conv,text]
 
-Gradients of one batch in float32, for three convolutions and for a four-layer transformer: the full batch;
-`superbatch.jax` (a scan); and three loops by hand: the scan of JAX's documentation, the same loop unrolled,
-and one program call for each micro-batch. Memory is `temp_size_in_bytes` of the compiled program; time is CPU
-time of all threads, the median of rounds in random order, and its ratio to that of superbatch. The exit code
-is 1 if gradients differ, or if a loop without less memory than superbatch is faster by more than a fifth.
+Gradients of one batch in float32, for three convolutions and for a four-layer transformer. Rows: the full
+batch; `superbatch.jax` (a scan); three hand-written loops: the scan of JAX's documentation, the same loop
+unrolled, and one program call for each micro-batch. Memory is `temp_size_in_bytes` of the compiled program.
+Time is CPU time of all threads, the median of rounds in random order, and its ratio to that of superbatch.
+The exit code is 1 if gradients differ, or if a loop is faster by more than a fifth and needs no less memory
+than superbatch.
 """
 
 import argparse
@@ -31,14 +32,14 @@ from tables import print_table
 
 from superbatch.jax import value_and_grad
 
-SLOWER = 1.2  # times are good to some 10 %
+SLOWER = 1.2  # times are accurate to about 10 %
 MIB = 2**20
 Gradient = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to compute the gradient of one model."""
+    """Row of the table: one method to compute the gradient of one model."""
 
     model: str
     way: str
@@ -50,7 +51,7 @@ class Row:
 
 @dataclass
 class Way:
-    """A compiled way; `call` computes the gradient once and waits for it."""
+    """Compiled method; `call` computes the gradient once and waits for it."""
 
     name: str
     temp_mib: float | None
@@ -58,7 +59,7 @@ class Way:
 
 
 def convolutional() -> tuple[Any, Callable[[int], Any], Callable[..., Any]]:
-    """Three convolutions with pooling on images of 32 by 32: parameters, batch and loss."""
+    """Return parameters, batch and loss of three convolutions with pooling on 32 x 32 images."""
     draw = np.random.default_rng(0)
 
     def kernel(*shape: int) -> Any:
@@ -81,11 +82,11 @@ def convolutional() -> tuple[Any, Callable[[int], Any], Callable[..., Any]]:
 
 
 def transformer() -> tuple[Any, Callable[[int], Any], Callable[..., Any]]:
-    """The transformer of `jax_accumulation.py`, on texts of full length: parameters, batch and loss."""
+    """Return parameters, batch and loss of the transformer of `jax_accumulation.py`, on full-length texts."""
 
     def full(rows: int) -> Any:
         batch = texts(rows)
-        return batch | {"mask": jnp.ones_like(batch["mask"])}  # equal weights: by hand there are none
+        return batch | {"mask": jnp.ones_like(batch["mask"])}  # equal weights: loops by hand have none
 
     return parameters(), full, loss
 
@@ -94,7 +95,7 @@ MODELS = {"conv": convolutional, "text": transformer}
 
 
 def ways(fun: Callable[..., Any], p: Any, batch: Any, size: int) -> list[Way]:
-    """Compile each way to compute the gradient of a batch."""
+    """Compile each method to compute the gradient of a batch."""
     count = len(jax.tree.leaves(batch)[0]) // size
     gradient = jax.grad(fun)
 
@@ -117,7 +118,7 @@ def ways(fun: Callable[..., Any], p: Any, batch: Any, size: int) -> list[Way]:
             sums = add(sums, p, cut(batch, i))
         return sums
 
-    # Without the check, which runs once and is no part of an update.
+    # Without the check, which runs only once.
     ours = value_and_grad(fun, microbatch_size=size, check=False)
     programs: dict[str, Gradient] = {
         "full batch": gradient,
@@ -145,12 +146,12 @@ def compiled(name: str, program: Gradient, p: Any, batch: Any) -> Way:
 
 
 def measure(model: str, rows: int, size: int, rounds: int) -> list[Row]:
-    """Median CPU times of every way, in random order within a round."""
+    """Return the median CPU times of every method; the order within a round is random."""
     p, batch_of, fun = MODELS[model]()
     batch = batch_of(rows)
     contestants = ways(fun, p, batch, size)
     exact = exact_gradient(fun, p, batch)
-    # Every way has run once before it is timed.
+    # Every method runs once before it is timed.
     errors = {way.name: error_of(way.call(), exact) for way in contestants}
     times: dict[str, list[float]] = {way.name: [] for way in contestants}
     for _ in range(rounds):
@@ -167,7 +168,7 @@ def measure(model: str, rows: int, size: int, rounds: int) -> list[Row]:
 
 
 def beyond(rows: list[Row]) -> list[str]:
-    """Return the loops that are faster than superbatch without more memory, and wrong gradients."""
+    """Return loops that are faster than superbatch and need no less memory, and wrong gradients."""
     found = [f"{row.model}, {row.way}: gradient error {row.error:.1e}" for row in rows if row.error > 1e-4]
     ours = {row.model: row.temp_mib or 0.0 for row in rows if row.way == "superbatch"}
     for row in rows:

@@ -1,5 +1,5 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
@@ -39,10 +39,10 @@ from tables import print_table
 
 WAYS = ("whole batch", "gradient_accumulation_steps", "superbatch")
 ROWS, MICROBATCH = 2048, 128
-# Of a model: positions in a row, features at each, units of a layer, layers.
+# Sizes of a model: positions in a row, features at each, units of a layer, number of layers.
 SHAPES = {"data": (64, 64, 64, 16), "activations": (64, 1, 64, 16), "parameters": (4, 1, 1024, 8)}
 BOUND = 2e-5  # float32 sums in another order
-EPOCHS = 3  # the first one compiles
+EPOCHS = 3  # the first compiles
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def child(backend: str, *arguments: str) -> Any:
-    """Measure in a process of its own."""
+    """Measure in a child process."""
     done = subprocess.run(
         [sys.executable, __file__, "--child", *arguments],
         env=os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -108,7 +108,7 @@ def report(found: dict[str, Any]) -> None:
 
 
 def fitted(build: Any, way: str, x: Any, y: Any, batch: int, size: int, **fit: Any) -> Any:
-    """A model after `fit` in one of the three ways."""
+    """Return a model after `fit` by one of the three methods."""
     from superbatch.keras import accumulate
 
     own = way == WAYS[1]
@@ -174,7 +174,7 @@ def errors() -> dict[str, dict[str, float]]:
 
 
 def cost(way: str, shape: str) -> dict[str, float]:
-    """Peak memory of the process, and CPU time of an epoch that makes one update."""
+    """Return the peak memory of the process and the CPU time of an epoch with one update."""
     import keras
     import numpy as np
 

@@ -4,24 +4,24 @@
                                 [--finders all|none|NAMES] [--true NAME=SAMPLES,...] [--malloc mapped|default]
                                 [--quick] [--json FILE]
 
-limits    Each finder runs in its own process under a real limit (RLIMIT_AS), which is set when libraries and
-          data are loaded. The true limit is the largest micro-batch with which the best loop by hand makes
-          some updates, found with a new process for each size. There are two: with accumulation, and without
-          for finders that find a batch instead of a micro-batch, as no gradient exists during their forward.
+limits    Each finder runs in its own process under a real limit (RLIMIT_AS), set after libraries and data are
+          loaded. The true limit is the largest micro-batch with which the best hand-written loop makes some
+          updates, found with a new process for each size. There are two: with accumulation; and without, for
+          finders of a batch instead of a micro-batch, because no gradient exists during their forward.
           Columns: the chosen size against the true limit; the largest size tried; failed trials; samples
           whose forward contributed to no update, in batches of the true limit's size and of the wanted size;
           CPU seconds without an update; whether training succeeds; for superbatch also the CPU time of a
           sample afterwards.
 peaks     The peak of the ledger of tensors in a window of training (see peaks.py), in bytes and, on top of
           the gradients, in units of the activations of a micro-batch.
-failures  200 windows in each of which memory runs out once (see failures.py): the difference of the final
+failures  200 windows, each with one out-of-memory error (see failures.py): the difference of the final
           weights from those of training without failures.
 
 For one case with a known true limit:
 
     python benchmarks/memory.py --parts limits --work convnet --finders ours-largest --true convnet=5002
 
-The trainings "mlp-tiny", "convnet-tiny" and "transformer-tiny" have limits that are difficult because they
+The limits of the trainings "mlp-tiny", "convnet-tiny" and "transformer-tiny" are difficult because they
 are small (see memory_work.py).
 """
 
@@ -48,16 +48,16 @@ BOUND = 1e-12
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one finder under one limit.
+    """Row of the table: result of one finder under one limit.
 
     Attributes:
         error: reason why there are no numbers, else "".
-        wasted: samples of forwards that contributed to no update.
-        looked: wasted samples of forwards that did not fail, such as those of the loss check.
-        seconds: CPU time that contributed to no update.
+        wasted: samples of forwards without an update.
+        looked: wasted samples of forwards that did not fail, such as in the loss check.
+        seconds: CPU time without an update.
         rate: CPU seconds per sample after the search, if measured.
-        largest: the largest micro-batch that was tried.
-        forwards: the samples of each forward, in order.
+        largest: largest micro-batch tried.
+        forwards: samples of each forward, in order.
     """
 
     work: str
@@ -97,7 +97,7 @@ def true_limits(
 
 
 def run(finder: Finder, name: str, limited: Limited, true: int, *, mapped: bool) -> Row:
-    """Run one finder in a process of its own."""
+    """Run one finder in a child process."""
     version = version_of(finder.package)
     assert version is not None
     head = {"work": name, "finder": finder.name, "version": version, "true": true}
@@ -126,7 +126,7 @@ def run(finder: Finder, name: str, limited: Limited, true: int, *, mapped: bool)
 
 
 def limits(names: list[str], finders: list[Finder], known: dict[str, int], *, mapped: bool) -> dict[str, Any]:
-    """Run the first part: true limits, and the result of each finder."""
+    """Run the first part: the true limits and the result of each finder."""
     true, rows = {}, []
     for name in names:
         limited = LIMITED[name]()
@@ -147,7 +147,7 @@ def print_limits(name: str, limited: Limited, true: dict[str, TrueLimit], rows: 
     for loop, limit in true.items():
         how = f"found with {len(limit.tried)} processes" if limit.tried else "given"
         sharp = "" if limit.sharp else f", not sharp: {limit.highest} fitted too"
-        print(f"  true limit of the loop by hand ({loop}): {limit.samples} samples ({how}{sharp})")
+        print(f"  true limit of the hand-written loop ({loop}): {limit.samples} samples ({how}{sharp})")
     header = [
         "finder",
         "chosen",
@@ -225,7 +225,7 @@ def is_exact(outcome: failures.Outcome) -> bool:
 
 
 def installed(names: str) -> list[Finder]:
-    """Return the finders whose library is installed, and print the others.
+    """Return the finders whose library is installed, and print the missing ones.
 
     Raises:
         ValueError: a name is not in the table.
@@ -252,10 +252,12 @@ def main() -> int:
     )
     parser.add_argument("--parts", default="limits,peaks,failures")
     parser.add_argument("--work", default="mlp,convnet,transformer")
-    parser.add_argument("--finders", default="all", help='"all", "none" (ours) or names separated by commas')
+    parser.add_argument(
+        "--finders", default="all", help='"all", "none" (superbatch) or names separated by commas'
+    )
     parser.add_argument("--true", default="", help="known true limits: convnet=5002,mlp:plain=914")
     parser.add_argument("--malloc", choices=["mapped", "default"], default="mapped")
-    parser.add_argument("--quick", action="store_true", help="one small training: tests the benchmark")
+    parser.add_argument("--quick", action="store_true", help="one small training, to test the program")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     try:

@@ -14,12 +14,12 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Limited:
-    """A training under a limit.
+    """Training under a memory limit.
 
     Attributes:
         work: the training; all of its data are the wanted batch of one update.
         limit: bytes of address space for the model and everything after it.
-        about: a size near the true limit, where the search begins.
+        about: a size near the true limit, the start of the search.
     """
 
     work: Work
@@ -28,7 +28,7 @@ class Limited:
 
 
 def deep_mlp() -> nn.Module:
-    """Gradients and activations of the same order: 25 MB of parameters, 0.1 MB of activations per sample."""
+    """MLP with 25 MB of parameters and 0.1 MB of activations per sample: both are of the same order."""
     width, layers = 512, [nn.Linear(64, 512), nn.GELU()]
     for _ in range(24):
         layers += [nn.Linear(width, width), nn.GELU()]
@@ -36,7 +36,7 @@ def deep_mlp() -> nn.Module:
 
 
 def small_mlp() -> nn.Module:
-    """For a test of the benchmark itself: 0.06 MB of activations per sample."""
+    """MLP to test the benchmark itself: 0.06 MB of activations per sample."""
     return nn.Sequential(nn.Linear(64, 16384), nn.GELU(), nn.Linear(16384, CLASSES))
 
 

@@ -36,7 +36,7 @@ WARM_UP = 5
 
 
 def window(work: Work, *, every: int, times: int, also: str = "") -> Window:
-    """Make a contestant of `times` windows per turn; `every=0`: no meter; `also`: an option of the meter."""
+    """Return a contestant of `times` windows per turn; `every=0`: no meter; `also`: option of the meter."""
     model, optimizer = work.build()
     model.train()
 
@@ -56,7 +56,7 @@ def window(work: Work, *, every: int, times: int, also: str = "") -> Window:
 
 
 def measure(work: Work, every: int, rounds: int, also: Sequence[str] = ()) -> list[Result]:
-    """Plain, plain again and measuring, in turns."""
+    """Run plain windows, plain windows again and measuring windows in turns."""
     name = "each window" if every == 1 else f"one window in {every}"
     contestants = {
         label: window(work, every=each, times=every)

@@ -1,4 +1,4 @@
-"""Time of a window and peak memory, against the best loop by hand.
+"""Time of a window and peak memory, against the best hand-written loop.
 
     python benchmarks/overhead.py [--peers all|none|NAMES] [--rounds N]
                                   [--work mlp,convnet,narrow-transformer,small-transformer,transformer]
@@ -15,16 +15,16 @@ the ratio of the median wall times. The row "by hand, again" shows the noise. A 
 it runs in a thread that stops at every window (peers/work.py); its set-up, validation, logging and
 checkpoints are not timed.
 
---processes repeats this in several new processes, one after the other, as the placement of data in memory
-changes a row by some per cent from process to process. Ratios are then medians over processes of the ratio
-within one, with quartiles over processes, and a second table compares every tool with superbatch's loop in
-the same way.
+--processes repeats this in several new processes, one after the other, because the placement of data in
+memory changes a row by some per cent between processes. Ratios are then medians and quartiles over processes
+of the ratio within one process. A second table compares every tool with superbatch's loop in the same way.
 
 --apart runs each contestant in its own process, as in a training; they still take turns. In a common process
 they share the heap of the C library.
 
 Memory: the peak of live tensor bytes of a window on top of parameters, optimizer state and data; with --rss
-also the highest resident set of a process for one contestant, relative to the hand loop's (median of three).
+also the peak resident set of a process for one contestant, minus that of the hand-written loop (median of
+three).
 """
 
 import argparse
@@ -59,7 +59,7 @@ UNTIMED, TIMED = 3, 5  # windows of one contestant in a row, as in a training
 
 @dataclass(frozen=True)
 class Entry:
-    """A row: its name, the function that makes it, and the row it is compared with."""
+    """Row of the table: its name, the function that makes it, and the row to compare with."""
 
     name: str
     make: Callable[[Work, str | None], Contestant]
@@ -69,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Time against the baseline's: of medians, quartiles within a round, and of 10th percentiles."""
+    """Ratio of times to the baseline: of medians, quartiles within a round, and of 10th percentiles."""
 
     ratio: float
     low: float
@@ -79,7 +79,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of a table."""
+    """Row of a table."""
 
     work: str
     name: str
@@ -97,11 +97,11 @@ class Memory:
     name: str
     bytes: int
     ratio: float
-    resident: int | None = None  # in addition to the peak of the loop by hand
+    resident: int | None = None  # minus the peak of the hand-written loop
 
 
 def entries(peers: list[Peer]) -> list[Entry]:
-    """The rows, best loop by hand first."""
+    """Return the rows, the best hand-written loop first."""
     rows = [
         Entry("by hand", by_hand.best),
         Entry("by hand, again", by_hand.best),
@@ -112,7 +112,7 @@ def entries(peers: list[Peer]) -> list[Entry]:
     ]
     for peer in peers:
         if peer.name == "tutorial" or peer.name.endswith("-items") or peer.name == "fabric":
-            continue  # the usual loop is above; second ways cost the same; Fabric's docstring does less work
+            continue  # the usual loop has a row; second methods cost the same; Fabric's docstring does less
         if version_of(peer.package) is None:
             print(f"{peer.title}: not installed (pip install 'superbatch[peers]')")
             continue
@@ -130,7 +130,7 @@ VARIATIONS = ("by hand, reads the loss", "by hand, zeroes last", "by hand, usual
 
 
 def measure(work: Work, rows: list[Entry], options: argparse.Namespace) -> list[Result]:
-    """Measure contestants in turns, each over a number of windows."""
+    """Measure contestants in turns, each over several windows."""
     untimed, timed = (0, 1) if options.cold else (UNTIMED, TIMED)
     contestants = _contestants(work, rows, options)
     timings: dict[str, list[Timing]] = {name: [] for name in contestants}
@@ -186,11 +186,11 @@ def _ratio(own: list[float], base: list[float]) -> Ratio:
 
 
 def measure_memory(work: Work, rows: list[Entry], *, rss: bool) -> list[Memory]:
-    """Peaks of one window after a first one, which makes the optimizer's state."""
+    """Return the peaks of one window, after a first window that makes the optimizer's state."""
     peaks = {}
     for row in rows:
         contestant = row.make(work, row.variant)
-        if isinstance(contestant, TrainerWindow):  # the ledger sees one thread only
+        if isinstance(contestant, TrainerWindow):  # the ledger counts in one thread only
             contestant.close()
             continue
         contestant.run()
@@ -203,7 +203,7 @@ def measure_memory(work: Work, rows: list[Entry], *, rss: bool) -> list[Memory]:
 
 
 def _resident(work: Work, name: str) -> int:
-    """The highest resident set of a new process during a window, in bytes."""
+    """Return the peak resident set of a new process during a window, in bytes."""
     command = [
         sys.executable,
         __file__,
@@ -220,12 +220,12 @@ def _resident(work: Work, name: str) -> int:
 
 
 def print_resident(work: Work, row: Entry) -> None:
-    """Print the highest resident set of a window, after a window that loads all kernels."""
+    """Print the peak resident set of a window, after a window that loads all kernels."""
     contestant = row.make(work, row.variant)
     assert isinstance(contestant, Window)
     contestant.run()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # return the free heap of the first window to the system
-    Path("/proc/self/clear_refs").write_text("5")  # the highest resident set counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # the peak resident set counts from here
     contestant.run()
     status = Path("/proc/self/status").read_text()
     print(int(status.partition("VmHWM:")[2].split()[0]) * 1024)
@@ -285,12 +285,12 @@ def main() -> int:
     )
     parser.add_argument("--peers", default="all", help='"all", "none" or names separated by commas')
     parser.add_argument("--work", default="mlp,convnet,narrow-transformer,small-transformer,transformer")
-    parser.add_argument("--rounds", type=int, help="windows of each, instead of each work's own number")
-    parser.add_argument("--processes", type=int, default=1, help="measure in so many new processes")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of contestants")
+    parser.add_argument("--rounds", type=int, help="rounds (default: the number of each training)")
+    parser.add_argument("--processes", type=int, default=1, help="number of new processes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order (default: 0)")
     parser.add_argument("--apart", action="store_true", help="a process for each contestant")
-    parser.add_argument("--lean", action="store_true", help="without variations of the loop by hand")
-    parser.add_argument("--cold", action="store_true", help="one window of each in turn, in cold caches")
+    parser.add_argument("--lean", action="store_true", help="without variants of the loop by hand")
+    parser.add_argument("--cold", action="store_true", help="one window of each in turn, with cold caches")
     parser.add_argument("--rss", action="store_true", help="also measure resident sets (Linux with glibc)")
     parser.add_argument("--times-only", action="store_true", help="do not measure memory")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)

@@ -1,9 +1,9 @@
 """Peak memory of a training, in units of the logits of a micro-batch.
 
 Nearly all activations of a language model with a large vocabulary are the logits of the micro-batch. The unit
-U is the bytes of these logits; P are the bytes of the gradients. The backward of cross entropy needs the
-log-probabilities, their gradient and that of the logits at once: 3 U. A loop that keeps its outputs in a
-variable needs 4 U.
+U is the bytes of these logits; P is the bytes of the gradients. The backward of cross entropy needs the
+log-probabilities, their gradient and that of the logits at the same time: 3 U. A loop that keeps its outputs
+in a variable needs 4 U.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class LargeVocabulary(Transformer):
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak of one window beyond parameters and data.
+    """Peak of one window on top of parameters and data.
 
     Attributes:
         bytes: the ledger's peak.
@@ -40,7 +40,7 @@ class Peak:
 
 
 def language_model() -> Work:
-    """Four micro-batches of two sequences; an optimizer without state."""
+    """Return a training with four micro-batches of two sequences and an optimizer without state."""
     return replace(
         workloads()["transformer"],
         name="large vocabulary",
@@ -52,7 +52,7 @@ def language_model() -> Work:
 
 
 def contestants(peers: bool) -> list[tuple[str, Callable[[Work], Window | TrainerWindow]]]:
-    """The rows: loops by hand, those of the other libraries that are installed, ours."""
+    """Return the rows: hand-written loops, loops of installed libraries, superbatch."""
     rows: list[tuple[str, Callable[[Work], Window | TrainerWindow]]] = [
         ("by hand, best", by_hand.best),
         ("by hand, usual", by_hand.usual),
@@ -70,7 +70,7 @@ def contestants(peers: bool) -> list[tuple[str, Callable[[Work], Window | Traine
 
 
 def measure(*, peers: bool) -> list[Peak]:
-    """Measure the second window of each, as the first loads modules and creates state."""
+    """Measure the second window of each, because the first loads modules and creates state."""
     work = language_model()
     part = work.part(0)["inputs"]
     unit = part.numel() * LargeVocabulary.VOCABULARY * 4
@@ -88,7 +88,7 @@ def measure(*, peers: bool) -> list[Peak]:
 
 
 class _LedgerClock(Clock):
-    """A ledger with the interface of a clock: in the thread of a Trainer, between two of its windows."""
+    """Ledger with the interface of a clock, for the thread of a Trainer."""
 
     def __init__(self) -> None:
         self.ledger = Ledger(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Real gloo processes that run a benchmark as ranks, and the results of the first rank."""
+"""Run a benchmark in gloo processes as ranks, and return the results of the first rank."""
 
 import json
 import os
@@ -16,12 +16,12 @@ def found_by_ranks(script: str, count: int, arguments: Sequence[str]) -> Any:
     """Run a script as `count` ranks; return ``found.json`` of the first rank, from ``--folder``.
 
     Args:
-        script: also gets ``--rank`` and ``--folder``.
-        count: of the ranks.
-        arguments: of all of them.
+        script: script, which also gets ``--rank`` and ``--folder``.
+        count: number of ranks.
+        arguments: arguments of all ranks.
 
     Raises:
-        SystemExit: a rank has ended with an error.
+        SystemExit: a rank ended with an error.
     """
     with tempfile.TemporaryDirectory() as folder:
         own = [sys.executable, script, *arguments, "--folder", folder]

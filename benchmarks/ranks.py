@@ -1,4 +1,4 @@
-"""Exchanges, time and peak memory of an update on several ranks, against the best loops by hand.
+"""Collectives, time and peak memory of an update on several ranks, against the best hand-written loops.
 
     python benchmarks/ranks.py [--ranks 2,3,4] [--rounds N] [--peers all|none] [--small] [--json FILE]
 
@@ -6,12 +6,12 @@ For each number of ranks, gloo processes train the same model on the same, unequ
 loop makes two updates, in a random order that is the same on all ranks, with a barrier before each turn.
 Columns: collectives of parameters and gradients, and of a few numbers; the MiB that a rank sends in a ring;
 peak bytes of an update, on the rank with the most; the ratio of the median wall times of rank 0 to those of
-the loop by hand, with quartiles of the ratios within a round.
+the hand-written loop, with quartiles of the ratios within a round.
 
-Then the exchanges of each loop run alone, and their time is compared with a model of a ring whose latency and
-bandwidth were measured on the first number of ranks, for each kind of exchange. Finally the time of these
-exchanges is predicted for 8 and 64 ranks of networks with given latency and bandwidth, for a model of 7
-billion parameters in the same number of groups.
+Then the collectives of each loop run alone. Their time is compared with a model of a ring, whose latency and
+bandwidth were measured on the first number of ranks for each kind of collective. Finally their time is
+predicted for 8 and 64 ranks of networks with given latency and bandwidth, for a model of 7 billion parameters
+in the same number of groups.
 """
 
 import argparse
@@ -43,7 +43,7 @@ PARAMETERS = 7e9
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one loop on a number of ranks."""
+    """Row of the table: one loop on a number of ranks."""
 
     ranks: int
     name: str
@@ -58,19 +58,21 @@ class Row:
     low: float
     high: float
     alone: float
-    parameters: int  # bytes of all exchanges
+    parameters: int  # bytes of all parameters
     exchanges: list[Exchange]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the ranks, and print the tables."""
+    """Run the ranks and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", default="2,3,4", help="numbers of processes (default: 2,3,4)")
-    parser.add_argument("--rounds", type=int, default=9, help="(default: 9)")
-    parser.add_argument("--peers", choices=["all", "none"], default="all", help="(default: all)")
-    parser.add_argument("--small", action="store_true", help="a tiny model: a test of the program")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds (default: 9)")
+    parser.add_argument(
+        "--peers", choices=["all", "none"], default="all", help="other libraries (default: all)"
+    )
+    parser.add_argument("--small", action="store_true", help="a tiny model, to test the program")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _one_rank(options, counts[0])
     if options.peers == "all":
         for name in missing_peers():
-            print(f"{name} is not installed here: its row is left out.")
+            print(f"{name} is not installed, so its row is missing.")
     rows: list[Row] = []
     network: dict[Kind, Network] | None = None
     for count in counts:
@@ -95,14 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     wrong = [row for row in rows if row.distance > 1e-4 and row.name.startswith("superbatch")]
     for row in wrong:
-        print(
-            f"{row.name}, {row.ranks} ranks: the update differs by {row.distance:.1e} from the loop by hand"
-        )
+        print(f"{row.name}, {row.ranks} ranks: the update differs by {row.distance:.1e} from that by hand")
     return bool(wrong)
 
 
 def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], dict[Kind, Network]]:
-    """Start the ranks; return the results of the first one."""
+    """Start the ranks; return the results of the first."""
     own = ["--ranks", str(count), "--rounds", str(options.rounds), "--peers", options.peers]
     found = found_by_ranks(__file__, count, [*own, *(["--small"] if options.small else [])])
     rows = [Row(**{**row, "exchanges": [Exchange(**e) for e in row["exchanges"]]}) for row in found["rows"]]
@@ -110,7 +110,7 @@ def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], dict[
 
 
 def _one_rank(options: argparse.Namespace, count: int) -> None:
-    """Run one rank, and end the process."""
+    """Run one rank and end the process."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(options.rank), "WORLD_SIZE": str(count)}
     # Other libraries read these variables, and use the existing process group.
@@ -143,7 +143,7 @@ def _measured(setting: Setting, entries: list[Contestant], rounds: int) -> list[
         for _ in range(WARM_UP):
             update()
         exchanges[entry.name] = counted(update)
-        # The least of several: gloo's threads free a buffer at a varying moment.
+        # The minimum of several runs, because gloo's threads free a buffer at varying times.
         peaks[entry.name] = min(_largest(peak_bytes(update)) for _ in range(PEAKS))
         updates[entry.name], parameters[entry.name] = update, _parameters(model)
     times: dict[str, list[float]] = {entry.name: [] for entry in entries}
@@ -195,7 +195,7 @@ def _largest(number: int) -> int:
 
 
 def _alone(exchanges: list[Exchange]) -> float:
-    """Return the time of exchanges while nothing else runs: the median of seven."""
+    """Return the time of collectives without other work: the median of seven."""
     return statistics.median(_time_of(exchanges) for _ in range(7))
 
 
@@ -216,7 +216,7 @@ def _time_of(exchanges: list[Exchange]) -> float:
 
 
 def _network() -> dict[Kind, Network]:
-    """Return the latency and bandwidth of each kind of exchange among the ranks."""
+    """Return the latency and bandwidth of each kind of collective among the ranks."""
     return {kind: _network_of(kind) for kind in KINDS}
 
 
@@ -259,7 +259,7 @@ def _print_check(rows: list[Row], network: dict[Kind, Network], first: int) -> N
             ]
         )
     title = f"Prediction from {first} ranks: " + ", ".join(
-        f"{kind} {1e6 * each.latency:.0f} us per turn of a ring, {each.bandwidth / 1e9:.2f} GB/s"
+        f"{kind} {1e6 * each.latency:.0f} us per step of a ring, {each.bandwidth / 1e9:.2f} GB/s"
         for kind, each in network.items()
     )
     print_table(
@@ -287,7 +287,7 @@ def _print_larger(rows: list[Row], first: int) -> None:
             )
         print_table(
             f"{title}, 7 billion parameters in float32, {ranks} ranks",
-            ["", "GB sent", "s of exchanges", "ms of numbers"],
+            ["", "GB sent", "s of collectives", "ms of numbers"],
             cells,
         )
         print()

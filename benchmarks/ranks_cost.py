@@ -1,6 +1,6 @@
-"""Number of exchanges of one update, and their predicted cost on more ranks.
+"""Number of collectives of one update, and their predicted cost on more ranks.
 
-A ring of R ranks takes R - 1 turns for an all-gather or a reduce-scatter and 2 (R - 1) for an all-reduce.
+A ring of R ranks takes R - 1 steps for an all-gather or a reduce-scatter and 2 (R - 1) for an all-reduce.
 Each rank sends (R - 1) / R of the bytes in the first two, and twice that in the last.
 """
 
@@ -13,14 +13,14 @@ from torch.profiler import ProfilerActivity, profile
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-_NUMBERS = 512  # an exchange with fewer elements is one of numbers, in float64; others are float32
-_OPS: dict[str, tuple[Kind, int]] = {  # and the argument with all bytes
+_NUMBERS = 512  # fewer elements: a collective of a few float64 numbers; others are float32
+_OPS: dict[str, tuple[Kind, int]] = {  # and the index of the argument with all bytes
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d::alltoall_base_": ("all_reduce", 0),  # a sum of numbers by gloo; nccl has an all-reduce there
+    "c10d::alltoall_base_": ("all_reduce", 0),  # a sum of numbers with gloo; nccl uses an all-reduce
 }
-_ROWS = "c10d::alltoall_base_"  # a row for each rank is sent
+_ROWS = "c10d::alltoall_base_"  # sends a row to each rank
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Exchange:
     """One collective.
 
     Attributes:
-        kind: of collective.
-        bytes: of the whole tensor: what is reduced, or what is there once it is gathered.
+        kind: kind of collective.
+        bytes: bytes of the full tensor, before a reduction or after an all-gather.
     """
 
     kind: Kind
@@ -37,11 +37,11 @@ class Exchange:
 
     @property
     def is_of_numbers(self) -> bool:
-        """True if the exchange has neither parameters nor gradients."""
+        """Return True if the collective has neither parameters nor gradients."""
         return self.bytes < 8 * _NUMBERS
 
     def turns(self, ranks: int) -> int:
-        """Return how many messages a rank sends one after the other."""
+        """Return the number of messages that a rank sends in sequence."""
         return (2 if self.kind == "all_reduce" else 1) * (ranks - 1)
 
     def sent(self, ranks: int) -> float:
@@ -51,31 +51,31 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Network:
-    """A network.
+    """Network between ranks.
 
     Attributes:
-        latency: seconds of each turn of a ring.
-        bandwidth: bytes a second of one rank.
+        latency: seconds of each step of a ring.
+        bandwidth: bytes per second of one rank.
     """
 
     latency: float
     bandwidth: float
 
     def seconds(self, exchanges: Iterable[Exchange], ranks: int) -> float:
-        """Return the time of exchanges one after the other."""
+        """Return the time of collectives in sequence."""
         return sum(each.turns(ranks) * self.latency + each.sent(ranks) / self.bandwidth for each in exchanges)
 
 
 def counted(update: Callable[[], object]) -> list[Exchange]:
-    """Return the exchanges of an update on this rank, also those that DDP makes in C++."""
+    """Return the collectives of an update on this rank, including those of DDP in C++."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         update()
     events = sorted(recorded.events() or [], key=lambda event: event.time_range.start)
     found = [(e.name, e.input_shapes) for e in events if e.name in _OPS]
     unknown = {e.name for e in events if e.name.startswith("c10d::")} - _OPS.keys()
     assert not unknown, f"collectives that are not counted: {unknown}"
-    # An all-reduce takes a list, whose shapes are not recorded: gloo's own events have them. A reduce-scatter
-    # is an all-reduce to gloo.
+    # An all-reduce takes a list, whose shapes are not recorded; gloo's own events have them. gloo implements
+    # a reduce-scatter as an all-reduce.
     reduced = [_elements(e.input_shapes[0]) for e in events if e.name == "gloo:all_reduce"]
     for name, shapes in found:
         kind, place = _OPS[name]
@@ -102,7 +102,7 @@ def _bytes(elements: int) -> int:
 
 
 def seconds(exchanges: Iterable[Exchange], ranks: int, networks: Mapping[Kind, Network]) -> float:
-    """Return the time of exchanges one after the other, where each kind has its own network."""
+    """Return the time of collectives in sequence, with one network model per kind."""
     return sum(networks[each.kind].seconds([each], ranks) for each in exchanges)
 
 
@@ -114,5 +114,5 @@ NETWORKS = {
 
 
 def scaled_up(exchanges: Iterable[Exchange], factor: float) -> list[Exchange]:
-    """Return the exchanges of a model with as many groups of parameters, each `factor` times as large."""
+    """Return the collectives of a model with as many parameter groups, each `factor` times as large."""
     return [e if e.is_of_numbers else Exchange(e.kind, round(e.bytes * factor)) for e in exchanges]

@@ -1,16 +1,16 @@
-"""Time of the flags and the vote of an update on two ranks, against a careful loop around DDP by hand.
+"""Time of the flags and the vote of an update on two ranks, against a careful hand-written loop around DDP.
 
     python benchmarks/ranks_vote.py [--rounds N] [--small] [--json FILE]
 
 Two gloo processes train the small transformer of `workloads.py`. In each round each loop makes two updates,
-in an order that is drawn anew and is the same on both ranks. The loop by hand exchanges the weights, works
-through the micro-batches under `no_sync` but for the last, exchanges the loss, clips, and steps; it cannot
-tell a rank that has failed. It runs twice, as two rows: their ratio shows what the machine disturbs.
+in a new random order that is the same on both ranks. The hand-written loop reduces the weights, runs all
+micro-batches but the last under `no_sync`, reduces the loss, clips, and steps. It cannot detect a failed
+rank. It runs twice, as two rows; their ratio shows the noise of the machine.
 
-Then the exchanges of numbers are made alone: one frame as a window has it, with flags and padding, and one
-of the loop by hand. Their number in an update times their time, by the time of an update, is what they take
-where nothing is overlapped. Beside the ratios of medians stand those of the least disturbed tenths. Exit
-code 1: the vote takes more than 1 % of an update in both.
+Then the small collectives run alone: a frame of a window, with flags and padding, and one of the hand-written
+loop. Their number per update times their time, divided by the time of an update, is their share without
+overlap. The table shows ratios of medians and of the fastest tenths. Exit code 1: the vote takes more than
+1 % of an update in both.
 """
 
 import argparse
@@ -41,12 +41,12 @@ HAND, AGAIN, OURS = "by hand", "by hand, again", "superbatch"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run two ranks, and print the table."""
+    """Run two ranks and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=60, help="(default: 60)")
-    parser.add_argument("--small", action="store_true", help="a tiny model: a test of the program")
+    parser.add_argument("--rounds", type=int, default=60, help="rounds (default: 60)")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to test the program")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _one_rank(options: argparse.Namespace) -> None:
-    """Do what one rank does, and end the process."""
+    """Run one rank and end the process."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{options.folder / 'store'}", rank=options.rank, world_size=RANKS
@@ -91,7 +91,7 @@ def _one_rank(options: argparse.Namespace) -> None:
     bare: list[float] = []
     for name in in_rounds(loops, options.rounds):
         times[name].append(_time(loops[name], IN_A_ROW))
-        if name == OURS:  # in the same round, so that other load affects all alike
+        if name == OURS:  # in the same round, so that other load affects all equally
             frames.append(_time(lambda: sync.vote(raised=False), 10))
             bare.append(_time(lambda: dist.all_reduce(torch.zeros(2, dtype=torch.float64)), 10))
     if options.rank == 0:
@@ -142,7 +142,7 @@ def _loss(model: nn.Module, part: Any) -> Tensor:
 
 
 def _time(call: Callable[[], object], times: int) -> float:
-    """Return the seconds of a call that both ranks begin together."""
+    """Return the seconds of a call that both ranks begin at the same time."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(times):
@@ -151,7 +151,7 @@ def _time(call: Callable[[], object], times: int) -> float:
 
 
 def _distance(models: dict[str, nn.Module]) -> float:
-    """Return the distance of superbatch's parameters from those by hand after as many updates."""
+    """Return the distance of superbatch's parameters from those of the hand-written loop."""
     pairs = zip(models[OURS].parameters(), models[HAND].parameters(), strict=True)
     return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
 
@@ -203,7 +203,7 @@ def _least(times: list[float]) -> float:
 def _print(found: dict[str, Any]) -> None:
     print_table(
         f"{RANKS} ranks",
-        ["", "exchanges of numbers", "ms", "ratio of medians", "quartiles"],
+        ["", "collectives of numbers", "ms", "ratio of medians", "quartiles"],
         [
             [
                 *(row["name"], str(row["numbers"]), f"{row['milliseconds']:.1f}", f"{row['ratio']:.3f}"),
@@ -218,7 +218,7 @@ def _print(found: dict[str, Any]) -> None:
     )
     for how, shares in found["shares"].items():
         print(
-            f"The vote takes {shares['vote']:.2%} of an update, and all exchanges of numbers "
+            f"The vote takes {shares['vote']:.2%} of an update, and all collectives of numbers "
             f"{shares['all']:.2%} more than those by hand (ratio of {how})."
         )
 

@@ -1,7 +1,7 @@
 """Update of `ranks.py` on one rank: one model, one window, and the loops that train it.
 
-Every loop makes the update of the weighted mean over all ranks, clipped, by AdamW. The loops by hand are the
-best we know: one exchange of the weights before the first backward, one of the loss after the last, and no
+Every loop makes the clipped AdamW update of the weighted mean over all ranks. The hand-written loops are the
+best known: one all-reduce of the weights before the first backward, one of the loss after the last, and no
 avoidable communication in between.
 """
 
@@ -31,10 +31,10 @@ class Shape:
     """Size of the training.
 
     Attributes:
-        blocks: of the model.
-        width: of each.
-        samples: of a micro-batch.
-        microbatches: of a window on each rank.
+        blocks: number of blocks of the model.
+        width: width of each block.
+        samples: samples of a micro-batch.
+        microbatches: micro-batches of a window on each rank.
     """
 
     blocks: int = 6
@@ -47,7 +47,7 @@ SMALL = Shape(blocks=2, width=16, samples=4, microbatches=2)
 
 
 class Block(nn.Module):
-    """A feed-forward layer of a transformer."""
+    """Feed-forward layer of a transformer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Contestant:
-    """A loop that makes an update.
+    """Loop that makes an update.
 
     Attributes:
-        name: of the row.
-        against: row of the loop by hand that it is compared with.
-        make: makes a model, shards it and returns the update with the model.
+        name: name of the row.
+        against: row of the hand-written loop to compare with.
+        make: function that makes and shards a model, and returns the update and the model.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Setting:
         self.mesh = init_device_mesh("cpu", (self.ranks,))
 
     def model(self) -> nn.Module:
-        """Return the model with its first parameters, the same for all."""
+        """Return the model with its initial parameters, the same for all contestants."""
         torch.manual_seed(0)
         return nn.Sequential(*(Block(self.shape.width) for _ in range(self.shape.blocks)))
 
@@ -121,7 +121,7 @@ def replicated(setting: Setting, *, view: bool) -> nn.Module:
 
 
 def sharded(setting: Setting) -> nn.Module:
-    """Return the model, each block of which is sharded."""
+    """Return the model with each block sharded."""
     model: Any = setting.model()
     for block in model:
         fully_shard(block, mesh=setting.mesh)
@@ -129,7 +129,7 @@ def sharded(setting: Setting) -> nn.Module:
 
 
 def by_hand_ddp(setting: Setting, *, view: bool = True) -> tuple[Loop, nn.Module]:
-    """Return a loop around DDP, which reduces in the last backward, where gradients may be in its buckets."""
+    """Return a loop around DDP that reduces in the last backward; gradients may be views of its buckets."""
     model: Any = replicated(setting, view=view)
     optimizer, window = adamw(model), setting.window()
 
@@ -169,7 +169,7 @@ def by_hand_bare(setting: Setting) -> tuple[Loop, nn.Module]:
 
 
 def by_hand_fsdp(setting: Setting, *, once: bool) -> tuple[Loop, nn.Module]:
-    """Return a loop around FSDP2, which reduces once in the last backward, or in each of them."""
+    """Return a loop around FSDP2 that reduces in the last backward only, or in each backward."""
     model: Any = sharded(setting)
     optimizer, window = adamw(model), setting.window()
 
@@ -219,7 +219,7 @@ def ours(setting: Setting, wrap: Callable[[Setting], nn.Module], **options: Any)
 
 
 def by_accelerate(setting: Setting) -> tuple[Loop, nn.Module]:
-    """Return Accelerate's loop of its guide; it has no weights, so its update differs."""
+    """Return the loop of Accelerate's guide; it has no weights, so its update differs."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]  (it need not be there)
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=setting.shape.microbatches)
@@ -240,7 +240,7 @@ def by_accelerate(setting: Setting) -> tuple[Loop, nn.Module]:
 
 
 def by_fabric(setting: Setting) -> tuple[Loop, nn.Module]:
-    """Return Fabric's loop of its guide; it has no weights, so its update differs."""
+    """Return the loop of Fabric's guide; it has no weights, so its update differs."""
     from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]  (it need not be there)
     from lightning.fabric.plugins.environments import (  # pyright: ignore[reportMissingImports]
         LightningEnvironment,
@@ -268,12 +268,12 @@ PEERS = {"Accelerate": ("accelerate", by_accelerate), "Fabric": ("lightning", by
 
 
 def missing_peers() -> list[str]:
-    """Return the names of libraries that are not installed here."""
+    """Return the names of missing libraries."""
     return [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module) is None]
 
 
 def contestants(peers: bool) -> list[Contestant]:
-    """Return the rows, each loop by hand before the loops that are compared with it."""
+    """Return the rows, each hand-written loop before the loops to compare with it."""
     ddp, beside = "DDP by hand", "DDP by hand, default"
     once, each = "FSDP2 by hand, once", "FSDP2 by hand, each micro-batch"
     rows = [

@@ -1,4 +1,4 @@
-"""Rounds of contestants: each once, in random order; garbage is collected only between rounds."""
+"""Rounds of contestants: each once, in random order, with garbage collection only between rounds."""
 
 import gc
 import random
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 
 def in_rounds(names: Iterable[str], rounds: int, *, seed: int = 0) -> Iterator[str]:
-    """Yield each name once per round, in an order that is drawn anew."""
+    """Yield each name once per round, in a new random order."""
     order, generator = list(names), random.Random(seed)
     gc.collect()
     gc.disable()

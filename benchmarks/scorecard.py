@@ -18,7 +18,7 @@ README = ROOT / "README.md"
 Record = dict[str, Any]
 Score = dict[str, Any]  # one row of the record: a case in one precision
 
-# Rows of README.md: the case, and how a reader calls it.
+# Rows of README.md: the case and its title.
 README_ROWS = {
     "equal micro-batches": "equal micro-batches",
     "tail window": "short last window",
@@ -29,7 +29,7 @@ README_ROWS = {
     "one NaN micro-batch": "one NaN micro-batch left out",
     "dropout, another split": "dropout, another split",
 }
-# Columns of README.md: the title, the column of the record, and a second documented way of the same tool.
+# Columns of README.md: title, column of the record, and a second documented method of the same tool.
 README_COLUMNS = (
     ("tutorial loop", "tutorial", None, ""),
     ("Accelerate", "accelerate", "accelerate-items", "recipe"),
@@ -109,13 +109,13 @@ def replaced(text: str, name: str, table: str) -> str:
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |")
 
 
 def _table(record: Record, table: str) -> str:
-    # superbatch first: a narrow window cuts off the last columns.
+    # superbatch first, because a narrow window cuts off the last columns.
     columns = dict(sorted(record["columns"].items(), key=lambda column: column[0] != "ours"))
     scores = [score for score in record["rows"] if score["table"] == table]
     rows = [[score["case"], *(show(score, name) for name in columns)] for score in scores]

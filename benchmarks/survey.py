@@ -35,7 +35,7 @@ ROUNDS = {"mlp": 60, "convnet": 30, "narrow-transformer": 30, "small-transformer
 
 @dataclass(frozen=True)
 class Result:
-    """One row: CPU time of a survey over that of the loop, and of the loop over itself."""
+    """Row of the table: CPU time of a survey relative to the loop, and of the loop relative to itself."""
 
     work: str
     updates: int

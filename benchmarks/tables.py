@@ -1,4 +1,4 @@
-"""Print a table with rich where it is installed, as aligned text otherwise."""
+"""Print a table with rich if it is installed, otherwise as aligned text."""
 
 from collections.abc import Sequence
 

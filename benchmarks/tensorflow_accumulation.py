@@ -1,4 +1,4 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
 """Cost and error of updates in micro-batches in TensorFlow.
 
@@ -42,7 +42,7 @@ from tables import print_table
 
 from superbatch.tensorflow import Accumulator
 
-tf: Any = tensorflow  # the stubs know a part of it
+tf: Any = tensorflow  # the stubs are incomplete
 TOKENS, FEATURES, WIDTH, LAYERS = 16, 64, 512, 3
 MIB = 2**20
 ERROR_BOUND, TIME_BOUND, MEMORY_BOUND = 1e-12, 1.10, 1.10
@@ -79,7 +79,7 @@ class Row:
 def make(
     rows: int, size: int, dtype: str, *, accumulate: int | None = None, total: int | None = None
 ) -> Work:
-    """The same weights and data each time; `total` rows of data, of which a window has `rows`."""
+    """Return the same weights and data in every call: `total` rows, with `rows` in each window."""
     draw = np.random.default_rng(0)
     widths = [FEATURES, *[WIDTH] * LAYERS]
     shapes = [*pairwise(widths), (WIDTH,)]
@@ -90,7 +90,7 @@ def make(
         "y": draw.normal(size=(total, TOKENS)).astype(dtype),
         "mask": (np.arange(TOKENS) < draw.integers(1, TOKENS + 1, (total, 1))).astype(dtype),
     }
-    # The epsilon keeps Adam from scaling up the rounding of a gradient near 0.
+    # With this epsilon Adam does not scale up the rounding of a gradient near 0.
     optimizer = keras.optimizers.Adam(1e-3, epsilon=1e-3, gradient_accumulation_steps=accumulate)
     optimizer.build(variables)
     return Work(variables, optimizer, arrays, rows, size)
@@ -122,7 +122,7 @@ def large_batch(work: Work) -> Window:
 
 
 def by_hand(work: Work, *, weighted: bool) -> Window:
-    """Buffers around a tape: divided by K as tutorials do, or weighted by tokens."""
+    """Hand-written buffers around a tape: divided by K as in tutorials, or weighted by tokens."""
     buffers = [tf.Variable(tf.zeros_like(v), trainable=False) for v in work.variables]
     total = tf.Variable(tf.zeros([], work.variables[0].dtype), trainable=False)
 
@@ -143,7 +143,7 @@ def by_hand(work: Work, *, weighted: bool) -> Window:
 
 
 def keras_option(work: Work) -> Window:
-    """Keras keeps the buffers and counts to K; a tail stays in them."""
+    """Keras' option: it keeps the buffers and counts to K; a tail stays in the buffers."""
 
     @tf.function(reduce_retracing=True)
     def add(batch: Any) -> None:
@@ -169,7 +169,7 @@ def ours(work: Work, *, way: str) -> Window:
 
     def in_a_loop(batch: Any) -> None:
         for start in tf.range(0, tf.shape(batch["y"])[0], work.size):
-            # One at a time: otherwise TensorFlow runs up to ten and keeps the activations of all.
+            # One iteration at a time: otherwise TensorFlow runs up to ten and keeps all their activations.
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
             add({name: array[start : start + work.size] for name, array in batch.items()})
         update()
@@ -228,7 +228,7 @@ def error_of(name: str) -> float:
 
 
 def peak_of(name: str, rows: int, size: int) -> float:
-    """Return the peak of this process during two windows, on top of the memory before, in MiB."""
+    """Return the peak memory of this process in two windows minus the memory before, in MiB."""
     work = make(rows, size, "float32", accumulate=steps_of(name, rows, size))
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     window = WAYS[name](work)
@@ -250,7 +250,7 @@ def least_peak(name: str, options: argparse.Namespace) -> float:
 
 
 def times_of(names: list[str], rows: int, size: int, rounds: int) -> dict[str, list[float]]:
-    """CPU times of a window, in milliseconds, in random order within a round."""
+    """Return CPU times of a window in milliseconds; the order within a round is random."""
     calls = {}
     for name in names:
         work = make(rows, size, "float32", accumulate=steps_of(name, rows, size))
@@ -267,7 +267,7 @@ def times_of(names: list[str], rows: int, size: int, rounds: int) -> dict[str, l
 
 
 def beyond(rows: list[Row]) -> list[str]:
-    """Return superbatch's results outside their bounds, relative to the correct loop by hand."""
+    """Return superbatch's results outside their bounds, relative to the correct hand-written loop."""
     right = next(row for row in rows if row.name == "by hand, weighted")
     found = []
     for row in rows:

@@ -20,8 +20,8 @@ class TrueLimit:
     """Result of the trials.
 
     Attributes:
-        samples: the largest size below which every tried size fits.
-        highest: the largest size that ever fitted; larger than `samples` if the limit is not sharp.
+        samples: largest size up to which every tried size fits.
+        highest: largest size that ever fitted; larger than `samples` if the limit is not sharp.
         tried: pairs of a size and True if it fitted, in the order of the trials.
     """
 
@@ -31,12 +31,12 @@ class TrueLimit:
 
     @property
     def sharp(self) -> bool:
-        """True if every size that fits is smaller than every size that does not."""
+        """Return True if every size that fits is smaller than every size that does not."""
         return self.samples == self.highest
 
 
 class ChildError(RuntimeError):
-    """A child ended without an answer."""
+    """Raised if a child process ended without an answer."""
 
 
 def child(work: str, limit: int, *arguments: str, mapped: bool = True) -> dict[str, object]:
@@ -66,7 +66,7 @@ def child(work: str, limit: int, *arguments: str, mapped: bool = True) -> dict[s
 
 
 def fits_by_hand(work: str, limit: int, loop: str, *, mapped: bool = True) -> Callable[[int], bool]:
-    """Return True if a loop by hand ("accumulate" or "plain") succeeds with a size, in a new process."""
+    """Return True if a hand-written loop ("accumulate" or "plain") succeeds with a size in a new process."""
 
     def fits(size: int) -> bool:
         try:

@@ -1,6 +1,6 @@
-"""Process under a memory limit, with one size by hand or one library's finder. `memory.py` starts it.
+"""Process under a memory limit that tries one size or runs one finder. `memory.py` starts it.
 
-    python benchmarks/under_limit.py WORK LIMIT accumulate SIZE    try the best loop by hand with this size
+    python benchmarks/under_limit.py WORK LIMIT accumulate SIZE    try the hand-written loop with this size
     python benchmarks/under_limit.py WORK LIMIT plain SIZE         try it without accumulation
     python benchmarks/under_limit.py WORK LIMIT find FINDER        run a finder; print its size and its cost
 
@@ -34,7 +34,7 @@ MICROBATCHES = 2
 
 
 def address_space() -> int:
-    """Bytes of address space of this process."""
+    """Return the bytes of address space of this process."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
@@ -75,7 +75,7 @@ def train_accumulating(work: Work, size: int) -> None:
 
 
 def train_plainly(work: Work, size: int) -> None:
-    """The same without accumulation, and with a loader: the batch is a copy, and gradients come and go."""
+    """Make some updates without accumulation; a loader copies the batch, and gradients are freed."""
     model, optimizer = work.build()
     model.train()
     loader = DataLoader(samples_of(work), batch_size=size, drop_last=True)
@@ -93,14 +93,14 @@ def try_size(work: Work, limit: int, loop: str, size: int) -> dict[str, object]:
     try:
         with limited_to(limit):
             LOOPS[loop](work, size)
-    except (RuntimeError, MemoryError) as error:  # any other error is a mistake in the benchmark
+    except (RuntimeError, MemoryError) as error:  # any other error is a bug in the benchmark
         return {"fits": False, "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     return {"fits": True}
 
 
 def find(work: Work, limit: int, name: str) -> dict[str, object]:
-    """Run a finder, and count its forwards with hooks."""
-    module = load(FINDERS[name].module)  # before the limit is set, so that its libraries do not count
+    """Run a finder and count its forwards with hooks."""
+    module = load(FINDERS[name].module)  # before the limit, so that its libraries do not count
     watch = Watch()
     with limited_to(limit):
         found = module.find(work, watch, FINDERS[name].variant)
@@ -108,7 +108,7 @@ def find(work: Work, limit: int, name: str) -> dict[str, object]:
 
 
 def main() -> int:
-    """Run one of the two, and print the result."""
+    """Run one of the two and print the result."""
     name, limit, what, argument = sys.argv[1:]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Five trainings: two dominated by overhead, two in the middle, and one in which overhead should vanish."""
+"""Five trainings: two dominated by overhead, two intermediate, and one with negligible overhead."""
 
 from dataclasses import replace
 
@@ -11,14 +11,14 @@ CLASSES = 10
 
 
 def mlp() -> nn.Module:
-    """About 0.2 ms for a micro-batch of 32 on one CPU core."""
+    """MLP: about 0.2 ms for a micro-batch of 32 on one CPU core."""
     return nn.Sequential(
         nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, CLASSES)
     )
 
 
 def convnet() -> nn.Module:
-    """About 6 ms for a micro-batch of 16 images of 32 x 32."""
+    """Convolutional network: about 6 ms for a micro-batch of 16 images of 32 x 32."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
         nn.ReLU(),
@@ -32,7 +32,7 @@ def convnet() -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """A small language model: about 80 ms for a micro-batch of 4 sequences of 64 tokens."""
+    """Small language model: about 80 ms for a micro-batch of 4 sequences of 64 tokens."""
 
     VOCABULARY, WIDTH, LENGTH, LAYERS = 1024, 256, 64, 4
 
@@ -48,25 +48,25 @@ class Transformer(nn.Module):
 
 
 class SmallTransformer(Transformer):
-    """About 10 ms for a micro-batch: short enough to measure the overhead of a tool."""
+    """Smaller model: about 10 ms for a micro-batch, short enough to measure overhead."""
 
     WIDTH, LAYERS = 64, 2
 
 
 class NarrowTransformer(Transformer):
-    """As many modules and parameters as the small one with little arithmetic, so overhead dominates."""
+    """As many modules and parameters as the small model with little arithmetic, so overhead dominates."""
 
     WIDTH, LAYERS = 8, 2
 
 
 def images(count: int, *shape: int) -> Batch:
-    """Random samples of a shape, in random classes."""
+    """Return random samples of a shape with random classes."""
     torch.manual_seed(0)
     return {"inputs": torch.randn(count, *shape), "labels": torch.randint(CLASSES, (count,))}
 
 
 def text(count: int) -> Batch:
-    """Random tokens; the labels are the next ones."""
+    """Return random tokens; the labels are the next tokens."""
     torch.manual_seed(0)
     ids = torch.randint(Transformer.VOCABULARY, (count, Transformer.LENGTH + 1))
     return {"inputs": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
@@ -110,7 +110,7 @@ def works_named(names: str) -> list[Work]:
     """Return the trainings for ``--work``; ``mlp:16`` is the MLP in 16 micro-batches.
 
     Raises:
-        ValueError: there is none of a name, or no number of micro-batches after the colon.
+        ValueError: unknown name, or no number of micro-batches after the colon.
     """
     known = workloads()
     works = []
@@ -126,5 +126,5 @@ def works_named(names: str) -> list[Work]:
 
 
 def _repeated(work: Work, microbatches: int) -> Batch:
-    """Return a batch that repeats the first micro-batch; other data take the same time."""
+    """Return a batch that repeats the first micro-batch; the data do not affect the time."""
     return {name: torch.cat([leaf] * microbatches) for name, leaf in work.part(0).items()}

@@ -1,9 +1,9 @@
-"""A process that has imported torch once and forks for each program it is asked to run: `tests.forked` asks.
+"""Server that imports torch once and forks for each program that `tests.forked` requests.
 
     python -m tests.fork_server CHANNEL        CHANNEL: the descriptor of a socket
 
-A request is the JSON of a `Request` and four descriptors: standard input, output and errors, and a socket
-on which come the program's process id, when it runs, and its exit code, when it has ended.
+A request is the JSON of a `Request` and four descriptors: stdin, stdout, stderr and a socket. The server
+writes to that socket the program's process id at its start, and its exit code at its end.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 LARGEST = 1 << 18  # bytes of a request
-FORKS = sys.platform == "linux"  # elsewhere libraries start threads, and a program is started anew
-# Costly to import, and imported by most programs of the tests. None of them may start a thread.
+FORKS = sys.platform == "linux"  # elsewhere libraries start threads, and each program is a new interpreter
+# Slow imports that most programs of the tests need. None of them may start a thread.
 PRELOADED = (
     "torch",
     "superbatch.torch",
@@ -37,13 +37,13 @@ PRELOADED = (
     "matplotlib.pyplot",
     "superbatch.lab.cli",
 )
-# sklearn.datasets imports pandas, which imports pyarrow where it is installed, which starts threads.
+# sklearn.datasets imports pandas, pandas imports pyarrow if it is installed, and pyarrow starts threads.
 THREADED = {"sklearn.datasets": "pyarrow"}
 
 
 @dataclass(frozen=True)
 class Request:
-    """A program: what follows `python` in its command line, where it runs, and whether in a new session."""
+    """A program: arguments after `python`, working folder, environment, and a flag for a new session."""
 
     arguments: list[str]
     folder: str
@@ -52,7 +52,7 @@ class Request:
 
 
 def main() -> None:
-    """Serve until the other side is closed; in a fork, be the program that was asked for."""
+    """Serve until the other side is closed; in a fork, run the requested program."""
     if FORKS:
         _preload()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
@@ -68,7 +68,7 @@ def _preload() -> None:
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork has one of them, and the locks of all"
     gc.collect()
-    gc.freeze()  # no collection of a fork looks through it, and copies its pages
+    gc.freeze()  # so that the garbage collector of a fork does not touch, and so copy, these pages
 
 
 def _is_installed(name: str) -> bool:
@@ -77,7 +77,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _serve(channel: socket.socket) -> Request | None:
-    """The request, in the fork that is to answer it; None when there is none any more."""
+    """Serve requests; return the request in the fork that runs it, and None in the server at the end."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, LARGEST, 4)
         if not message:
@@ -91,18 +91,18 @@ def _serve(channel: socket.socket) -> Request | None:
 
 
 def _reap() -> None:
-    """Let those that have ended go."""
+    """Reap the children that have ended."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     except ChildProcessError:
-        pass  # there is none
+        pass  # no child is left
 
 
 def _watched(request: Request, *descriptors: int) -> Request:
-    """Fork the program, which returns from here; this process stays to tell how the program ends."""
+    """Fork the program and return in the child; the parent waits and reports its exit code."""
     *streams, status = descriptors
-    child = os.fork()  # its socket to the tests is closed as soon as it returns
+    child = os.fork()  # `main` closes the channel of the child after this returns
     if child == 0:
         if request.session:
             os.setsid()
@@ -122,9 +122,9 @@ def _watched(request: Request, *descriptors: int) -> Request:
 
 
 def _become(request: Request) -> None:
-    """Run the program, as `python` with these arguments would."""
+    """Run the program as `python` would with these arguments."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # pyright: ignore[reportAttributeAccessIssue]  (TextIO has none, what it is here has)
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # pyright: ignore[reportAttributeAccessIssue]  (TextIO lacks the method, TextIOWrapper has it)
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
@@ -134,7 +134,7 @@ def _become(request: Request) -> None:
     while rest[0] == "-W":
         options.append(rest[1])
         del rest[:2]
-    _filter_as_told(options)
+    _add_warning_filters(options)
     if rest[0] == "-m":
         sys.argv, sys.path[0] = rest[1:], request.folder
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
@@ -148,23 +148,23 @@ def _become(request: Request) -> None:
         runpy.run_path(rest[0], run_name="__main__")
 
 
-def _filter_as_told(options: list[str]) -> None:
-    """Put the options -W where this process has its own: before Python's filters, behind those of imports."""
+def _add_warning_filters(options: list[str]) -> None:
+    """Replace this process's own -W filter by `options`: before Python's filters, after those of imports."""
     with warnings.catch_warnings():
         warnings.resetwarnings()
         for option in options:
             _filter(option)
-        told = list(warnings.filters)
+        added = list(warnings.filters)
     filters: Any = warnings.filters
     (own,) = [place for place, (action, text, *_) in enumerate(filters) if (action, text) == ("error", None)]
-    filters[own : own + 1] = told
+    filters[own : own + 1] = added
     sys.warnoptions[:] = options  # for processes that the program starts
     with warnings.catch_warnings():
-        pass  # which forgets what was looked up with the filters of before
+        pass  # clears the cache of earlier filter look-ups
 
 
 def _filter(option: str) -> None:
-    """Python's option -W: ACTION or ACTION:TEXT:CATEGORY, both literal."""
+    """Add the filter of one option -W: ACTION or ACTION:TEXT:CATEGORY, both literal."""
     action: Any
     action, _, more = option.partition(":")
     if not more:

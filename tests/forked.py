@@ -1,9 +1,9 @@
-"""Python programs as processes of their own, without the seconds that each would import torch for.
+"""Run Python programs as child processes without importing torch again in each.
 
-A server (`tests.fork_server`) imports torch once for each process of the tests, and forks for each program. A
-program still has an interpreter's state of its own, its own arguments, environment, folder, output and exit
-code. `subprocess` is right where a program is about what is read when Python or torch is loaded: variables
-of the allocator or of OpenMP, which modules an import loads, memory of a fresh process.
+Each process of the tests has one server (`tests.fork_server`). It imports torch once and forks for each
+program. A program has its own interpreter state, arguments, environment, folder, output and exit code.
+Use `subprocess` for a test of the start of Python or torch: variables of the allocator or of OpenMP,
+the modules that an import loads, the memory of a fresh process.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ PATIENCE = 120.0  # seconds
 
 
 class Forked:
-    """A program that runs; a `with` block ends it if it still runs then.
+    """A running program; leaving the `with` block kills it if it still runs.
 
     Args:
-        arguments: what follows ``python`` in its command line: ``-W``, then ``-m``, ``-c`` or a file.
-        folder: where it runs.
-        environment: its variables; None: those of this process.
-        merged: its errors stand in its output.
-        streams: descriptors of its standard input, output and errors; None: it reads nothing, and the rest is
-            kept for `output`.
-        session: in a session, thus a process group, of its own.
+        arguments: arguments after ``python``: ``-W``, then ``-m``, ``-c`` or a file.
+        folder: working folder.
+        environment: environment variables (default: those of this process).
+        merged: write stderr to the same file as stdout.
+        streams: descriptors of stdin, stdout and stderr (default: no input; `output` returns the rest).
+        session: start in a new session, and so in a new process group.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Forked:
         variables = dict(os.environ if environment is None else environment)
         request = Request(self.arguments, str(folder), variables, session)
         message = json.dumps(asdict(request)).encode()
-        assert len(message) < LARGEST, "a program as long as that belongs into a file"
+        assert len(message) < LARGEST, "the program is too long for a request: put it into a file"
         self._status, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(_server()[1], [message], [*streams, theirs.fileno()])
@@ -80,46 +79,46 @@ class Forked:
         self.end()
 
     def _number(self, seconds: float) -> int | None:
-        """The next number that the server tells, or None if none comes in time."""
+        """Return the next number that the server sends, or None if none comes in time."""
         end = time.monotonic() + seconds
         while b"\n" not in self._said:
             ready, _, _ = select.select([self._status], [], [], max(end - time.monotonic(), 0.0))
             if not ready:
                 return None
             more = self._status.recv(64)
-            assert more, "the server of forks has ended"
+            assert more, "the fork server has ended"
             self._said += more
         number, _, self._said = self._said.partition(b"\n")
         return int(number)
 
     def poll(self) -> int | None:
-        """Its exit code, or None while it runs."""
+        """Return the exit code, or None while the program runs."""
         return self.wait(0.0)
 
     def wait(self, seconds: float = PATIENCE) -> int | None:
-        """Its exit code, or None if it still runs after so many seconds."""
+        """Return the exit code, or None if the program still runs after `seconds`."""
         if self.returncode is None:
             self.returncode = self._number(seconds)
         return self.returncode
 
     def finish(self, seconds: float = PATIENCE) -> tuple[str, str]:
-        """Its output and its errors, when it has ended by itself; an error if it takes longer."""
+        """Wait for the end and return stdout and stderr; raise TimeoutExpired after `seconds`."""
         if self.wait(seconds) is None:
             raise subprocess.TimeoutExpired(self.arguments, seconds, *self.output())
         return self.output()
 
     def kill(self) -> None:
-        """End it, if it still runs."""
+        """Kill the program if it still runs."""
         if self.poll() is None:
             (os.killpg if self._session else os.kill)(self.pid, signal.SIGKILL)
             self.wait()
 
     def output(self) -> tuple[str, str]:
-        """Its output and its errors so far."""
+        """Return stdout and stderr so far."""
         return _text(self._output), "" if self._errors is self._output else _text(self._errors)
 
     def end(self) -> None:
-        """End it, and let go of what it was run with."""
+        """Kill the program and close its files and its socket."""
         self.kill()
         for open_file in (self._status, self._output, self._errors):
             open_file.close()
@@ -132,7 +131,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     seconds: float = PATIENCE,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; one that takes longer than so many seconds is killed, and is an error."""
+    """Run a program to its end; kill it and raise TimeoutExpired after `seconds`."""
     with Forked(arguments, folder=folder, environment=environment) as program:
         output, errors = program.finish(seconds)
         assert program.returncode is not None
@@ -150,7 +149,7 @@ def _nothing() -> int:
 
 @functools.cache
 def _server() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The server of this process, which is started by the first program, and the way to it."""
+    """Return the server of this process and the socket to it; the first call starts the server."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         server = subprocess.Popen(
@@ -165,7 +164,7 @@ def _server() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def close() -> None:
-    """End the server, if there is one."""
+    """End the server if it was started."""
     if _server.cache_info().currsize:
         server, channel = _server()
         channel.close()

@@ -1,7 +1,7 @@
-"""What one test can leave behind for the next: a snapshot of it, the difference of two, and the way back.
+"""Detect and restore global state that a test has changed: environment, folder, threads, settings of torch.
 
-Standard library only. torch is looked at when a test has imported it, and never imported from here, so that
-the tests of the core run without it.
+This file imports only the standard library, so that the tests of the core run without torch. It reads the
+settings of torch only if a test has imported torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENVIRONMENT_OF_LIBRARIES = {
     "TORCHINDUCTOR_CACHE_DIR",  # the first torch.compile
     "TRITON_CACHE_DIR",  # the first torch.compile
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # the first kernel that Inductor compiles
-    "CUDA_MODULE_LOADING",  # Inductor of torch 2.6, where torch is a build for CUDA
+    "CUDA_MODULE_LOADING",  # Inductor of torch 2.6 in a CUDA build
     "TF_CPP_MIN_LOG_LEVEL",  # importing jax
     "TPU_SKIP_MDS_QUERY",  # importing jax
     "ENABLE_RUNTIME_UPTIME_TELEMETRY",  # importing tensorflow
@@ -31,21 +31,21 @@ ENVIRONMENT_OF_LIBRARIES = {
     "TPU_ML_PLATFORM_VERSION",  # importing tensorflow
     "TORCH_NCCL_AVOID_RECORD_STREAMS",  # importing torch.distributed.fsdp
 }
-# Threads that a library keeps for the life of the process, by the start of the name ...
+# Threads that libraries keep until the process ends, by the start of the name ...
 THREADS_OF_LIBRARIES = (
     "ThreadPoolExecutor-",  # torch.compile's pool of compilers
     "Thread-Subproc",
-    "Dummy-",  # a thread that was not started from Python (autograd's, where a hook runs in it)
+    "Dummy-",  # a thread not started from Python (of autograd, if a hook runs in it)
     "pydevd",
 )
-# ... or by what the thread runs, where it was given no name.
+# ... or by the function that the thread runs, if it was given no name.
 THREADS_WITHOUT_A_NAME = ("(_read_thread)",)  # torch.compile's pool of compilers, torch 2.6
 PATIENCE = 2.0  # seconds for a thread that is about to end
 
 
 @dataclass(frozen=True)
 class State:
-    """The state that tests share."""
+    """Global state that tests share."""
 
     environment: dict[str, str]
     folder: str
@@ -54,7 +54,7 @@ class State:
 
 
 def torch_state() -> dict[str, Any] | None:
-    """The global settings of torch by name, or None where nothing has imported torch."""
+    """Return the global settings of torch by name, or None if torch is not imported."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_default_dtype"):
         return None
@@ -70,13 +70,13 @@ def torch_state() -> dict[str, Any] | None:
 
 
 def take_snapshot() -> State:
-    """The state now."""
+    """Return the present state."""
     environment = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT_OF_LIBRARIES}
     return State(environment, os.getcwd(), frozenset(threading.enumerate()), torch_state())
 
 
 def _new_threads(before: State) -> list[str]:
-    """Names of the threads that are new and do not end by themselves within PATIENCE."""
+    """Return the names of new threads that still run after PATIENCE seconds."""
     end = time.monotonic() + PATIENCE
     while True:
         new = [
@@ -92,9 +92,9 @@ def _new_threads(before: State) -> list[str]:
 
 
 def leaks(before: State, torch_default: dict[str, Any]) -> list[str]:
-    """One sentence per thing that differs from `before`.
+    """Return one sentence for each difference from `before`.
 
-    `torch_default` is the state of a freshly imported torch: what a test that imports torch first is held to.
+    `torch_default` is the state of a fresh torch: the reference for a test that imports torch itself.
     """
     now = take_snapshot()
     found: list[str] = []
@@ -114,7 +114,7 @@ def leaks(before: State, torch_default: dict[str, Any]) -> list[str]:
 
 
 def restore(before: State) -> None:
-    """Go back to `before`: one leak fails one test and not all that follow. Threads cannot be ended."""
+    """Restore `before`, so that one leak fails one test and not all later ones. Threads cannot be stopped."""
     for name in os.environ.keys() - before.environment.keys() - ENVIRONMENT_OF_LIBRARIES:
         del os.environ[name]
     os.environ.update(before.environment)

@@ -1,4 +1,4 @@
-"""Reports read again from their JSON: a test that nothing of them is lost."""
+"""Read a report from its JSON, to test that the JSON contains every field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """The report that `to_json` wrote; an AssertionError where a field is missing or of another type."""
+    """Read the report that `to_json` wrote; raise AssertionError if a field is missing or of another type."""
     content: dict[str, Any] = json.loads(text)
     assert content.pop(KIND) == kind.__name__
     return _dataclass(kind, content)
@@ -31,7 +31,7 @@ def _dataclass(kind: type[T], content: Mapping[str, Any]) -> T:
 def _read(hint: Any, value: Any, where: str) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        # An int stays an int where both are allowed: `weight: int | float`.
+        # An int stays an int in a field of type `int | float`.
         for each in sorted(get_args(hint), key=lambda hint: hint is float):
             with contextlib.suppress(AssertionError):
                 return _read(each, value, where)
@@ -48,6 +48,6 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     words = ("NaN", "Infinity", "-Infinity")
     if hint is float and (type(value) in (int, float) or value in words):
         return float(value)
-    # `type() is`, not `isinstance`: a bool is no int here.
+    # `type() is`, because isinstance(True, int) is true.
     assert hint in (int, str, bool) and type(value) is hint, f"{where} is {value!r:.80}"
     return value

@@ -1,7 +1,7 @@
 """Training loops of other libraries, each with its own accumulation and with superbatch's.
 
-A module has ``window(training, exact) -> TrainerWindow``: an endless training of one of `TRAININGS` by the
-host's own accumulation, or by the integration.
+Each module has ``window(training, exact) -> TrainerWindow``: an endless training of one of `TRAININGS`, with
+the host's own accumulation or with the integration.
 """
 
 PACKAGES = {"hf": "transformers", "lightning": "lightning", "accelerate": "accelerate"}

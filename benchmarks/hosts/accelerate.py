@@ -1,4 +1,4 @@
-"""A loop of Accelerate with a small transformer: next tokens, and classes of sequences."""
+"""Accelerate's loop with a small transformer, for next tokens or classes of sequences."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from . import STEPS, network
 
 
 def window(training: str, exact: bool) -> Window:
-    """One update of a loop: with `accumulate`, or with the gradient of superbatch."""
+    """Return an update of the loop, with `accumulate` or with superbatch."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True)
@@ -27,7 +27,7 @@ def window(training: str, exact: bool) -> Window:
         return network.loss_of(model, batch)
 
     def own() -> None:
-        accelerator.gradient_accumulation_steps = STEPS  # all Accelerators of a process share this number
+        accelerator.gradient_accumulation_steps = STEPS  # all Accelerators of a process share this value
         for batch in batches:
             with accelerator.accumulate(model):
                 accelerator.backward(loss_fn(batch))

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with a small Llama: next tokens, and classes of sequences."""
+"""Hugging Face's Trainer with a small Llama, for next tokens or classes of sequences."""
 
 import os
 import tempfile
@@ -20,7 +20,7 @@ VOCABULARY = 512
 
 
 def window(training: str, exact: bool) -> TrainerWindow:
-    """One endless `Trainer.train`, which stops at every update."""
+    """Return an endless `Trainer.train` that stops at every update."""
     model, microbatches = _model(training), [_microbatch(training, seed) for seed in range(STEPS)]
 
     def fit(loader: Any) -> None:

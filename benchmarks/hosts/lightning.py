@@ -1,4 +1,4 @@
-"""Lightning's Trainer with a small transformer: next tokens, and classes of sequences."""
+"""Lightning's Trainer with a small transformer, for next tokens or classes of sequences."""
 
 import tempfile
 import warnings
@@ -16,7 +16,7 @@ from . import STEPS, network
 
 
 class Module(LightningModule):
-    """The network with its loss and optimizer, and a value that is logged."""
+    """The network with its loss, optimizer and a logged value."""
 
     def __init__(self, training: str) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class Module(LightningModule):
 
 
 class Exact(ExactAccumulation, Module):
-    """The same, exactly accumulated."""
+    """The same module with exact accumulation."""
 
     weight_of = staticmethod(count_tokens("labels"))
 
 
 def window(training: str, exact: bool) -> TrainerWindow:
-    """One endless `Trainer.fit`."""
+    """Return an endless `Trainer.fit`."""
     module = (Exact if exact else Module)(training)
     if isinstance(module, Exact):
         module.coupled = training == "coupled"

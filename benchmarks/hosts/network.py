@@ -1,4 +1,4 @@
-"""A small transformer, its micro-batches and loss, for hosts that have no models of their own."""
+"""Small transformer with micro-batches and loss, for hosts without models of their own."""
 
 import torch
 from torch import nn

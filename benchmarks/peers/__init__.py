@@ -1,8 +1,8 @@
-"""One file per way of accumulating, and the table that names them.
+"""One file per method of accumulation, and the table of their names.
 
-Every file has three functions with one signature, so that a case means the same thing for every column:
+Every file has three functions with the same signature, so that a case is the same for every column:
 
-* ``train(task)``: the documented loop over the task's micro-batches;
+* ``train(task)``: run the documented loop over the task's micro-batches;
 * ``resume(task)``: the same, killed after ``task.stop_after`` micro-batches and resumed from a checkpoint;
 * ``leave(task)``: two epochs, the first of which ends by `break` after ``task.stop_after`` micro-batches.
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Peer:
-    """A column of the scorecard."""
+    """Column of the scorecard."""
 
     name: str
     title: str
     module: str
-    package: str | None  # the distribution that has to be installed; None: only torch and superbatch
-    variants: tuple[str | None, ...] = (None,)  # ways to run it: the cell shows the worst
+    package: str | None  # required distribution; None: only torch and superbatch
+    variants: tuple[str | None, ...] = (None,)  # variants to run: the cell shows the worst
 
 
 PEERS = (
@@ -44,12 +44,12 @@ PEERS = (
 
 
 def choose(names: str) -> list[Peer]:
-    """The columns for ``--peers``: "all", "none" (the tutorial loop and ours) or names separated by commas.
+    """Return the columns for ``--peers``: "all", "none" (tutorial loop and superbatch) or names with commas.
 
     Raises:
         ValueError: a name is not in the table.
     """
-    control = {"tutorial", "ours"}  # the tutorial loop is every case's proof that the wrong way differs
+    control = {"tutorial", "ours"}  # the tutorial loop proves for every case that wrong accumulation differs
     if names == "all":
         return list(PEERS)
     wanted = set() if names == "none" else {name.strip() for name in names.split(",")}

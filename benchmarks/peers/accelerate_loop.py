@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: `accumulate()`, and the skeleton of its guide for samples of variable size.
+"""Hugging Face Accelerate: `accumulate()`, and its guide's loop for samples of variable size.
 
 https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation
 """
@@ -18,7 +18,7 @@ class _Loop:
     """Prepared objects and the body of the documented loop."""
 
     def __init__(self, task: Task) -> None:
-        # Both states are singletons of the process: without this the first task's accumulation steps stay.
+        # Reset the singletons of the process; otherwise the accumulation steps of the first task stay.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         self.task = task
@@ -43,7 +43,7 @@ class _Loop:
             self.update()
 
     def window(self, microbatches: list[Batch]) -> None:
-        """The skeleton: a sum loss over the window's items, times K to undo Accelerate's own division."""
+        """Loop of the guide: a sum loss over the window's items, times K to undo Accelerate's division."""
         task = self.task
         items = sum(task.weigh(batch) for batch in microbatches)
         for batch in microbatches:
@@ -56,7 +56,7 @@ class _Loop:
 
 
 def _in_windows(loader: Iterable[Batch], size: int) -> Iterable[list[Batch]]:
-    """The skeleton prefetches a window; the last one is what is left."""
+    """Yield prefetched windows as in the guide; the last may be shorter."""
     window: list[Batch] = []
     for batch in loader:
         window.append(batch)
@@ -68,7 +68,7 @@ def _in_windows(loader: Iterable[Batch], size: int) -> Iterable[list[Batch]]:
 
 
 def train(task: Task, variant: str | None = None) -> Parameters:
-    """All epochs."""
+    """Train for all epochs."""
     loop = _Loop(task)
     for _ in range(task.epochs):
         if variant == "items":
@@ -81,7 +81,7 @@ def train(task: Task, variant: str | None = None) -> Parameters:
 
 
 def resume(task: Task, variant: str | None = None) -> Parameters:
-    """`save_state` inside a window, `load_state` and `skip_first_batches` in a new Accelerator."""
+    """Use `save_state` inside a window, `load_state` and `skip_first_batches` in a new Accelerator."""
     if variant == "items":
         raise NotApplicable("the recipe iterates over whole windows and cannot save inside one")
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ def resume(task: Task, variant: str | None = None) -> Parameters:
 
 
 def leave(task: Task, variant: str | None = None) -> Parameters:
-    """The first epoch ends early by `break`."""
+    """End the first epoch early by `break`."""
     if variant == "items":
         raise NotApplicable("the recipe iterates over whole windows, so a break falls between two of them")
     loop = _Loop(task)
@@ -112,9 +112,9 @@ def leave(task: Task, variant: str | None = None) -> Parameters:
 
 
 def window(work: Work, variant: str | None = None) -> Window:
-    """The loop over micro-batches that are given, without the cost of Accelerate's own loader.
+    """Loop over given micro-batches, without the cost of Accelerate's own loader.
 
-    Variant "documented": outputs and loss in variables, as its guide writes it; else in one expression.
+    Variant "documented": outputs and loss in variables, as in its guide; otherwise one expression.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

@@ -1,14 +1,14 @@
-"""Hand-written loops, the best and the usual one, as baselines."""
+"""Hand-written loops as baselines: the best and the usual one."""
 
 from .work import Window, Work, loss_of
 
 
 def best(work: Work, variant: str | None = None) -> Window:
-    """Weighted by samples, one expression per micro-batch, which keeps no outputs or losses.
+    """Best loop: weighted by samples, with one expression per micro-batch, which keeps no outputs or losses.
 
-    Variants: None is given its micro-batches; "slices" cuts the batch itself; "reads" also reads the loss
-    once for each window; "zeroes last" frees the gradients after the update, not before the next window:
-    glibc may then give their pages back, and the next window pays for each page again.
+    Variants: None gets its micro-batches; "slices" slices the batch itself; "reads" also reads the loss once
+    per window; "zeroes last" frees the gradients after the update, not before the next window. glibc may then
+    return their pages to the system, and the next window pays for each page again.
     """
     model, optimizer = work.build()
     model.train()
@@ -49,7 +49,7 @@ def best(work: Work, variant: str | None = None) -> Window:
 
 
 def usual(work: Work, variant: str | None = None) -> Window:
-    """`outputs = ...; loss = ...` in a loop: both stay alive during the next forward."""
+    """Usual loop: `outputs = ...; loss = ...` stay alive during the next forward."""
     model, optimizer = work.build()
     model.train()
     given = work.microbatches()

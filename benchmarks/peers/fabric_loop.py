@@ -1,7 +1,7 @@
 """Lightning Fabric: the loop in the docstring of `Fabric.no_backward_sync`, and a repaired one.
 
-As documented it updates after the first micro-batch of each K and never divides the loss. The repaired loop
-counts ``(index + 1) % K`` and divides by K: the tutorial loop with Fabric's objects.
+The documented loop updates after the first micro-batch of each K and never divides the loss. The repaired
+loop counts ``(index + 1) % K`` and divides by K: the tutorial loop with Fabric's objects.
 """
 
 import tempfile
@@ -45,7 +45,7 @@ class _Loop:
 
 
 def train(task: Task, variant: str | None = None) -> Parameters:
-    """All epochs."""
+    """Train for all epochs."""
     loop = _Loop(task, variant)
     for _ in range(task.epochs):
         for index, batch in enumerate(loop.loader):
@@ -54,7 +54,7 @@ def train(task: Task, variant: str | None = None) -> Parameters:
 
 
 def resume(task: Task, variant: str | None = None) -> Parameters:
-    """`fabric.save` of model, optimizer and position inside a window, `fabric.load` in new objects."""
+    """Use `fabric.save` of model, optimizer and position inside a window, `fabric.load` in new objects."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.ckpt"
         loop = _Loop(task, variant)
@@ -74,7 +74,7 @@ def resume(task: Task, variant: str | None = None) -> Parameters:
 
 
 def leave(task: Task, variant: str | None = None) -> Parameters:
-    """The first epoch ends early by `break`."""
+    """End the first epoch early by `break`."""
     loop = _Loop(task, variant)
     for epoch in range(task.epochs):
         for index, batch in enumerate(loop.loader):
@@ -85,9 +85,9 @@ def leave(task: Task, variant: str | None = None) -> Parameters:
 
 
 def window(work: Work, variant: str | None = None) -> Window:
-    """The repaired loop over micro-batches that are given.
+    """Repaired loop over given micro-batches.
 
-    Variant "documented": outputs and loss in variables, as its guide writes it; else in one expression.
+    Variant "documented": outputs and loss in variables, as in its guide; otherwise one expression.
     """
     microbatches = work.microbatches()
     fabric = Fabric(accelerator="auto", devices=1)

@@ -15,7 +15,7 @@ from .work import Work
 
 
 def find(work: Work, watch: Watch, variant: str | None) -> Found:
-    """Begin with the batch that the user wants; a failure starts the whole training anew with 0.9 of it."""
+    """Begin with the batch that the user wants; each failure restarts the training with 0.9 of the size."""
     accelerator = Accelerator(cpu=True)
     data, clock = samples_of(work), Stopwatch()
     lost = 0.0
@@ -24,7 +24,7 @@ def find(work: Work, watch: Watch, variant: str | None) -> Found:
     def train(batch_size: int) -> int:
         nonlocal lost
         accelerator.free_memory()
-        lost = clock.seconds()  # all that was done before this trial was for nothing
+        lost = clock.seconds()  # all work before this trial is lost
         model, optimizer = work.build()
         watch.see(model)
         loader = DataLoader(data, batch_size=batch_size, drop_last=True)

@@ -1,8 +1,7 @@
 """Composer's ``device_train_microbatch_size="auto"``, which keeps the batch and halves the micro-batch.
 
-Composer searches on a GPU only. Its own code runs here with two questions answered differently: whether the
-device may be searched on (yes), and whether an error means that memory ran out (also that of the CPU's
-allocator).
+Composer searches on a GPU only. Its code runs here with two patched functions: the CPU counts as a device for
+the search, and an error of the CPU's allocator counts as an out-of-memory error.
 """
 
 import logging
@@ -41,13 +40,13 @@ def _out_of_memory(error: RuntimeError) -> bool:
 
 
 def find(work: Work, watch: Watch, variant: str | None) -> Found:
-    """Train for some updates: a batch that fails is tried again in micro-batches of half the size."""
+    """Train for some updates; a failed batch is retried in micro-batches of half the size."""
     logging.getLogger("composer").setLevel(logging.ERROR)
     internals._is_auto_microbatching = _any_device
     internals._is_cuda_oom = _out_of_memory
     net, optimizer = work.build()
     watch.see(net)
-    # Every batch is the whole data, which are there before the limit: a copy of them would count.
+    # Every batch is the whole data set, loaded before the limit; a copy would count.
     indices: Any = range(work.samples)
     loader = DataLoader(indices, batch_size=work.samples, collate_fn=lambda _: work.batch)
     trainer = Trainer(

@@ -39,7 +39,7 @@ class Module(LightningModule):
 
 
 def find(work: Work, watch: Watch, variant: str | None) -> Found:
-    """Search, then train with the size found."""
+    """Search, then train with the found size."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     module, clock = Module(work, watch), Stopwatch()
     with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,7 @@ WINDOWS = {"largest": 4, "auto": 8}
 
 
 def find(work: Work, watch: Watch, variant: str | None) -> Found:
-    """Train, which includes the search. Then run a window of two micro-batches of the largest size found."""
+    """Train, which includes the search; then run a window of two micro-batches of the largest size found."""
     model, optimizer = work.build()
     watch.see(model)
 
@@ -38,7 +38,7 @@ def find(work: Work, watch: Watch, variant: str | None) -> Found:
     kept += accumulate(exact).samples or 0
     watch.window()
     sizes, note = watch.windows[-1], ""
-    if sizes != [chosen, chosen]:  # what it says is not what it does: what it does counts
+    if sizes != [chosen, chosen]:  # the size in use counts, not the reported one
         note = f"reports {chosen}, but a batch of {2 * chosen} went in micro-batches of {sizes}"
         chosen = max(watch.windows[-2])
     lost = max(0.0, seconds[0] - min(seconds))

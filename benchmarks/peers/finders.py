@@ -1,8 +1,7 @@
-"""One file per way of finding a micro-batch size, the table that names them, and what is counted of each.
+"""One file per finder of a micro-batch size, the table of their names, and the counts of each.
 
 Every file has ``find(work, watch, variant) -> Found``: the documented search of its library, followed by some
-updates with the size that was found, in the same process. Trials are counted by `Watch`, which looks at the
-model from outside.
+updates with the found size in the same process. `Watch` counts trials by hooks on the model.
 """
 
 import time
@@ -29,7 +28,7 @@ class Finder:
     module: str
     package: str | None
     variant: str | None = None
-    loop: str = "plain"  # the loop by hand that is like its training (see under_limit.py)
+    loop: str = "plain"  # corresponding hand-written loop (see under_limit.py)
 
 
 FINDERS = {
@@ -51,12 +50,12 @@ class Found:
     """Result of a search.
 
     Attributes:
-        chosen: samples of the micro-batch that the finder decided for; 0 if it found none.
-        trains: whether the updates after the search went through with it.
-        kept: samples whose gradients went into updates that were kept.
-        seconds: CPU time that was spent and led to no kept update.
-        rate: CPU seconds per sample of a window after the search; 0 where that was not measured.
-        note: what happened, where that needs a word.
+        chosen: samples of the chosen micro-batch; 0 if none was found.
+        trains: True if the updates after the search succeeded with it.
+        kept: samples whose gradients went into kept updates.
+        seconds: CPU time without a kept update.
+        rate: CPU seconds per sample of a window after the search; 0 if not measured.
+        note: explanation of the result, if needed.
     """
 
     chosen: int
@@ -73,9 +72,9 @@ class Watch:
 
     Attributes:
         forwards: samples of every real forward that began, in order.
-        ends: how far each came. "done": its backward has added to the gradient of the first parameter.
-            "loss", "looked": nothing was added, the loss or its gradient was only looked at. "forward",
-            "backward", "adding": it broke off there.
+        ends: end of each forward. "done": its backward has added to the gradient of the first parameter.
+            "loss", "looked": nothing was added; only the loss or its gradient was computed. "forward",
+            "backward", "adding": it failed there.
         predicted: forwards of fake tensors, which compute nothing.
         windows: `forwards`, one list for each call of `window`.
     """
@@ -86,17 +85,17 @@ class Watch:
     windows: list[list[int]] = field(default_factory=list)
 
     def see(self, model: nn.Module) -> None:
-        """Look at every forward and backward of a model from now on."""
+        """Register hooks on every forward and backward of a model."""
         parameters = list(model.parameters())
         model.register_forward_pre_hook(self._begins)
-        # Not `register_hook` on a parameter: superbatch looks at no gradient of one that has such hooks.
+        # Not `register_hook` on a parameter: superbatch handles parameters with such hooks differently.
         parameters[-1].register_post_accumulate_grad_hook(lambda p: self._comes_to("adding", p.grad))
         parameters[0].register_post_accumulate_grad_hook(lambda p: self._comes_to("done", p.grad))
         first = next(m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
         first.register_forward_hook(self._looks_back)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """The loss of a micro-batch; every finder calls this one."""
+        """Return the loss of a micro-batch; every finder calls this function."""
         loss = loss_of(outputs, batch)
         self._comes_to("loss", loss)
         if loss.requires_grad and not _is_fake(loss):
@@ -121,7 +120,7 @@ class Watch:
             self.ends[-1] = place
 
     def window(self) -> None:
-        """Note that a window is over."""
+        """Record the end of a window."""
         self.windows.append(self.forwards[sum(map(len, self.windows)) :])
 
     def counts(self) -> dict[str, object]:
@@ -144,7 +143,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 class Stopwatch:
-    """CPU time of this process since it was made."""
+    """Clock of the CPU time of this process since its construction."""
 
     def __init__(self) -> None:
         self._start = time.process_time()
@@ -154,6 +153,6 @@ class Stopwatch:
 
 
 def endless(loader: Any) -> Iterator[Any]:
-    """Epoch after epoch."""
+    """Repeat a loader without end."""
     while True:
         yield from loader

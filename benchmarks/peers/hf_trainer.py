@@ -18,7 +18,7 @@ REMARKS = {"resume in a window": "it saves at updates only, so it replays the wi
 
 
 class Module(nn.Module):
-    """The task as a module that returns its own loss, unless the labels went to a loss function."""
+    """Module that returns its own loss, unless the Trainer passes the labels to a loss function."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Module(nn.Module):
 
 
 def arguments_for(*, folder: str, accumulation_steps: int, **changes: Any) -> TrainingArguments:
-    """A Trainer that only trains, in order."""
+    """Return arguments of a Trainer that only trains, without shuffling."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     common: dict[str, Any] = {
@@ -62,7 +62,7 @@ def make_trainer(
     callback: TrainerCallback | None = None,
     save: bool = False,
 ) -> tuple[Trainer, Module]:
-    """A Trainer that only trains (and saves at updates on request)."""
+    """Return a Trainer that only trains, and saves at updates on request."""
     module = Module(task)
     arguments = arguments_for(
         folder=folder,
@@ -97,7 +97,7 @@ def _check(task: Task, variant: str | None) -> None:
 
 
 def train(task: Task, variant: str | None = None) -> Parameters:
-    """`Trainer.train`."""
+    """Train by `Trainer.train`."""
     _check(task, variant)
     with tempfile.TemporaryDirectory() as folder:
         trainer, module = make_trainer(task, folder, variant)
@@ -106,11 +106,11 @@ def train(task: Task, variant: str | None = None) -> Parameters:
 
 
 class Killed(Exception):
-    """Ends a run inside a window."""
+    """Raised to end a run inside a window."""
 
 
 class Die(TrainerCallback):
-    """The end of the process inside a window."""
+    """Callback that simulates the end of the process inside a window."""
 
     def __init__(self, after: int) -> None:
         self.left = after
@@ -128,7 +128,7 @@ class Die(TrainerCallback):
 
 
 class LeaveEpoch(TrainerCallback):
-    """`should_epoch_stop` inside the first window."""
+    """Callback that sets `should_epoch_stop` inside the first window."""
 
     def __init__(self, after: int) -> None:
         self.left = after
@@ -139,7 +139,7 @@ class LeaveEpoch(TrainerCallback):
 
 
 def resume(task: Task, variant: str | None = None) -> Parameters:
-    """Killed inside a window: it saves at updates only, so it replays the window."""
+    """Resume after a kill inside a window; it saves only at updates, so it repeats the window."""
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(Killed):
             make_trainer(task, folder, variant, Die(task.stop_after), save=True)[0].train()
@@ -151,7 +151,7 @@ def resume(task: Task, variant: str | None = None) -> Parameters:
 
 
 def leave(task: Task, variant: str | None = None) -> Parameters:
-    """A callback ends the first epoch inside a window."""
+    """End the first epoch inside a window by a callback."""
     with tempfile.TemporaryDirectory() as folder:
         trainer, module = make_trainer(task, folder, variant, LeaveEpoch(task.stop_after))
         trainer.train()
@@ -159,7 +159,7 @@ def leave(task: Task, variant: str | None = None) -> Parameters:
 
 
 class _TimedModule(nn.Module):
-    """The work as a module that returns its own loss."""
+    """Module that returns its own loss."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _TimedModule(nn.Module):
 
 
 def window(work: Work, variant: str | None = None) -> TrainerWindow:
-    """One endless `Trainer.train`, with a loader of its own as `get_train_dataloader` allows."""
+    """Return an endless `Trainer.train`, with its own loader by `get_train_dataloader`."""
     microbatches = work.microbatches()
     net, optimizer = work.build()
 

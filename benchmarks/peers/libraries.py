@@ -1,7 +1,7 @@
 """Detection of installed libraries, and import of the files of this folder that use them.
 
-A file imports its library at the top and is imported only when it is selected, so a missing library removes
-one row or column only.
+A file imports its library at the top and is imported only if it is selected. So a missing library removes
+only one row or column.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def version_of(package: str | None) -> str | None:
-    """The installed version of a distribution, "" if none is needed (None), None if it is missing."""
+    """Return the installed version of a distribution, "" for None, None if it is missing."""
     if package is None:
         return ""
     try:
@@ -20,5 +20,5 @@ def version_of(package: str | None) -> str | None:
 
 
 def load(module: str) -> ModuleType:
-    """Import a file of this folder, and with it the library that it drives."""
+    """Import a file of this folder, and with it its library."""
     return importlib.import_module(f"peers.{module}")

@@ -32,7 +32,7 @@ class Module(LightningModule):
 
     def training_step(self, batch: Batch, index: int) -> torch.Tensor | None:
         loss = self.task.loss(self.net(batch["inputs"]), batch)
-        # The documented way to leave a micro-batch out is to return None.
+        # Documented: return None to leave a micro-batch out.
         return None if self.task.skip_nonfinite and not torch.isfinite(loss) else loss
 
     def configure_optimizers(self) -> Any:
@@ -43,7 +43,7 @@ class Module(LightningModule):
 
 
 class Resumable:
-    """The loader with the `state_dict` that Lightning asks for: only the window itself can be lost."""
+    """Loader with the `state_dict` that Lightning calls, so that only the window itself can be lost."""
 
     def __init__(self, task: Task) -> None:
         self.loader, self.served, self.skip = task.loader(), 0, 0
@@ -66,11 +66,11 @@ class Resumable:
 
 
 class Killed(Exception):
-    """Ends a run inside a window."""
+    """Raised to end a run inside a window."""
 
 
 class SaveAndDie(Callback):
-    """`Trainer.save_checkpoint` after some micro-batches, then the end of the process."""
+    """Callback that calls `Trainer.save_checkpoint` after some micro-batches, then ends the run."""
 
     def __init__(self, after: int, path: Path) -> None:
         self.after, self.path = after, path
@@ -89,7 +89,7 @@ def make_trainer(
     max_grad_norm: float | None = None,
     callbacks: list[Callback] | None = None,
 ) -> Trainer:
-    """A Trainer that only trains: no logger, checkpoint, progress bar or validation."""
+    """Return a Trainer that only trains: no logger, checkpoint, progress bar or validation."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=lightning.__name__)
     return Trainer(
@@ -108,7 +108,7 @@ def make_trainer(
 
 
 def trainer_for(task: Task, folder: str, callbacks: list[Callback] | None = None) -> Trainer:
-    """The Trainer of a task."""
+    """Return the Trainer of a task."""
     return make_trainer(
         accumulation_steps=task.accumulation_steps,
         folder=folder,
@@ -119,7 +119,7 @@ def trainer_for(task: Task, folder: str, callbacks: list[Callback] | None = None
 
 
 def train(task: Task, variant: str | None = None) -> Parameters:
-    """`Trainer.fit`."""
+    """Train by `Trainer.fit`."""
     module = Module(task)
     with tempfile.TemporaryDirectory() as folder:
         trainer_for(task, folder).fit(module, task.loader())
@@ -127,7 +127,7 @@ def train(task: Task, variant: str | None = None) -> Parameters:
 
 
 def resume(task: Task, variant: str | None = None) -> Parameters:
-    """A checkpoint inside a window, continued with ``ckpt_path``."""
+    """Resume with ``ckpt_path`` from a checkpoint inside a window."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "window.ckpt"
         with contextlib.suppress(Killed):
@@ -138,7 +138,7 @@ def resume(task: Task, variant: str | None = None) -> Parameters:
 
 
 def leave(task: Task, variant: str | None = None) -> Parameters:
-    """`on_train_batch_start` returns -1: the documented way to skip the rest of an epoch."""
+    """Return -1 from `on_train_batch_start`, as documented to skip the rest of an epoch."""
 
     class Leaves(Module):
         def on_train_batch_start(self, batch: Batch, index: int) -> int | None:
@@ -165,7 +165,7 @@ class _TimedModule(LightningModule):
 
 
 def window(work: Work, variant: str | None = None) -> TrainerWindow:
-    """One endless `Trainer.fit`."""
+    """Return an endless `Trainer.fit`."""
     microbatches = work.microbatches()
     module = _TimedModule(work)
 

@@ -1,6 +1,6 @@
-"""superbatch in three forms: windows of micro-batches, whole batches, and the user's own loop.
+"""superbatch in three forms: windows of micro-batches, whole batches, and a loop of the user.
 
-Every form is run, and the scorecard shows the worst.
+Every form runs, and the scorecard shows the worst.
 """
 
 import io
@@ -26,7 +26,7 @@ REMARKS = {
 
 
 class Interrupted(Exception):
-    """An exception of the user's code inside a window."""
+    """Exception of the user's code inside a window."""
 
 
 class _Run:
@@ -47,7 +47,7 @@ class _Run:
             scheduler=scheduler,
             nonfinite="skip_microbatch" if task.skip_nonfinite else "raise",
             participants=[PerSampleRandom()] if task.sample_rng else [],
-            # The check of the statement calls loss_fn more often: where calls are counted it is off.
+            # The loss check calls loss_fn more often, so it is off if calls are counted.
             check=not task.stop_after,
         )
 
@@ -73,13 +73,13 @@ class _Run:
 
 
 def _weight(task: Task, model: nn.Module) -> Any:
-    """The statement of how micro-batches count, by our own helpers."""
+    """Return `weight=` of the Accumulator, by superbatch's helpers."""
     if task.weight == "tokens":
         return count_tokens("labels")
     if task.weight == "sample_weights":
         return sample_weights("weights")
     if task.weight == "class_weights":
-        from case_models import CLASS_WEIGHTS  # the case owns the numbers
+        from case_models import CLASS_WEIGHTS  # the case defines the numbers
 
         dtype = next(model.parameters()).dtype
         return class_weights(torch.tensor(CLASS_WEIGHTS, dtype=dtype), "labels")
@@ -89,7 +89,7 @@ def _weight(task: Task, model: nn.Module) -> Any:
 
 
 def _check_that_the_default_raises(task: Task, form: str) -> None:
-    """A non-finite micro-batch is an error by default, and leaves the parameters as they were."""
+    """Check that a non-finite micro-batch raises by default and leaves the parameters unchanged."""
     run = _Run(replace(task, skip_nonfinite=False), form)
     try:
         run.update(next(run.batches()))
@@ -101,7 +101,7 @@ def _check_that_the_default_raises(task: Task, form: str) -> None:
 
 
 def train(task: Task, variant: str | None = None) -> Parameters:
-    """One call, or one owned loop, for each update."""
+    """Train with one call, or one user loop, for each update."""
     if task.skip_nonfinite:
         _check_that_the_default_raises(task, variant or FORMS[0])
     run = _Run(task, variant or FORMS[0])
@@ -112,7 +112,7 @@ def train(task: Task, variant: str | None = None) -> Parameters:
 
 
 def resume(task: Task, variant: str | None = None) -> Parameters:
-    """Saved inside the loop that the user owns; continued in new objects, in each form."""
+    """Save inside a user loop; resume in new objects, in each form."""
     run = _Run(task, variant or FORMS[0])
     file = io.BytesIO()
     for position, batch in enumerate(run.batches()):
@@ -138,7 +138,7 @@ def resume(task: Task, variant: str | None = None) -> Parameters:
 
 
 def leave(task: Task, variant: str | None = None) -> Parameters:
-    """The owned loop is left by `break`; a call is left by an exception of the user's own loss function."""
+    """Leave a user loop by `break`, and a call by an exception of the user's loss function."""
     run = _Run(task, variant or FORMS[0])
     for epoch in range(task.epochs):
         for batch in run.batches():
@@ -161,7 +161,7 @@ def leave(task: Task, variant: str | None = None) -> Parameters:
 
 
 def window(work: timed.Work, variant: str | None = None) -> timed.Window:
-    """One call for each window; the variant "slices" gives it whole batches."""
+    """Return a call for each window; the variant "slices" passes whole batches."""
     model, optimizer = work.build()
     model.train()
 

@@ -1,4 +1,4 @@
-"""Task of every column: one small training, described without any library."""
+"""Task of every column: a small training without any library."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +16,16 @@ Parameters = dict[str, Tensor]
 
 
 class NotApplicable(Exception):
-    """A library has no documented way to do this; the text says why."""
+    """Raised if a library has no documented way to do this; the text gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One training: samples in a fixed order, micro-batches of a fixed size, windows of K micro-batches.
+    """Training with samples in a fixed order, micro-batches of a fixed size and windows of K micro-batches.
 
-    ``loss`` and ``loss_sum`` take the model's outputs and the micro-batch: the mean that a user writes, and
-    its numerator for the recipes that divide by the window's items themselves. ``weigh`` is the divisor that
-    belongs to them. ``weight`` names the same thing for our helpers.
+    ``loss`` and ``loss_sum`` take the model's outputs and the micro-batch: the mean, and its numerator for
+    recipes that divide by the window's items themselves. ``weigh`` is their divisor. ``weight`` names the
+    same divisor for superbatch's helpers.
     """
 
     model: Callable[[], nn.Module]
@@ -46,23 +46,23 @@ class Task:
     skip_nonfinite: bool = False
 
     def loader(self) -> DataLoader[Batch]:
-        """A new loader over the micro-batches, in order."""
+        """Return a new loader of the micro-batches, in order."""
         return DataLoader(self.samples, batch_size=self.microbatch_size)  # type: ignore[arg-type]  # a list is a dataset
 
     def windows(self) -> Iterator[list[Batch]]:
-        """The micro-batches of one epoch, K at a time; the tail is shorter."""
+        """Yield the windows of one epoch: K micro-batches each, fewer in the tail."""
         microbatches = list(self.loader())
         for first in range(0, len(microbatches), self.accumulation_steps):
             yield microbatches[first : first + self.accumulation_steps]
 
     def whole(self) -> "Task":
-        """The same training without accumulation: each window is one real large batch."""
+        """Return the same training without accumulation: each window is one large batch."""
         return replace(
             self, microbatch_size=self.microbatch_size * self.accumulation_steps, accumulation_steps=1
         )
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler | None]:
-        """Model, optimizer and scheduler, the same at every call; torch's random state is at its start."""
+        """Return model, optimizer and scheduler, the same in every call, and reset torch's random state."""
         model = self.model()
         optimizer = self.optimizer(model.parameters())
         scheduler = self.scheduler(optimizer) if self.scheduler else None
@@ -71,12 +71,12 @@ class Task:
 
 
 def parameters_of(model: nn.Module) -> Parameters:
-    """Copies of the named parameters."""
+    """Return copies of the named parameters."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def relative_error(update: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """max over named parameters of ``||update - truth|| / ||truth||``, in float64.
+    """Return the maximum over parameters of ``||update - truth|| / ||truth||``, in float64.
 
     Raises:
         AssertionError: the truth does not move a parameter, so that the number would say nothing.

@@ -1,4 +1,4 @@
-"""The loop of the tutorials: ``loss / K``, backward, an update at every K-th micro-batch."""
+"""Loop of the tutorials: ``loss / K``, backward, an update at every K-th micro-batch."""
 
 import io
 
@@ -8,7 +8,7 @@ from .task import Batch, Parameters, Task, parameters_of
 
 
 class _Loop:
-    """The state that the tutorial loop keeps, so that it can be stopped and continued."""
+    """State of the tutorial loop, so that it can be stopped and resumed."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -28,7 +28,7 @@ class _Loop:
 
 
 def train(task: Task, variant: str | None = None) -> Parameters:
-    """All epochs."""
+    """Train for all epochs."""
     loop = _Loop(task)
     for _ in range(task.epochs):
         for index, batch in enumerate(task.loader()):
@@ -37,7 +37,7 @@ def train(task: Task, variant: str | None = None) -> Parameters:
 
 
 def resume(task: Task, variant: str | None = None) -> Parameters:
-    """The usual checkpoint: model, optimizer and position, saved inside a window."""
+    """Resume from the usual checkpoint: model, optimizer and position, saved inside a window."""
     loop = _Loop(task)
     file = io.BytesIO()
     for index, batch in enumerate(task.loader()):
@@ -57,7 +57,7 @@ def resume(task: Task, variant: str | None = None) -> Parameters:
 
 
 def leave(task: Task, variant: str | None = None) -> Parameters:
-    """The first epoch ends early by `break`."""
+    """End the first epoch early by `break`."""
     loop = _Loop(task)
     for epoch in range(task.epochs):
         for index, batch in enumerate(task.loader()):

@@ -1,4 +1,4 @@
-"""Work of every column of the overhead benchmark, and a Trainer that runs one window at a time."""
+"""Training of the overhead benchmark, and a Trainer that runs one window at a time."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ NANOSECONDS = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One batch that is trained on again and again."""
+    """Training on one batch, repeated."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -30,15 +30,15 @@ class Work:
         return len(self.batch["labels"])
 
     def part(self, first: int) -> Batch:
-        """The micro-batch that begins at a sample."""
+        """Return the micro-batch that begins at a sample."""
         return {name: leaf[first : first + self.microbatch_size] for name, leaf in self.batch.items()}
 
     def microbatches(self) -> list[Batch]:
-        """The batch, cut once and for all."""
+        """Return the micro-batches of the batch, sliced once."""
         return [self.part(first) for first in range(0, self.samples, self.microbatch_size)]
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The same model and optimizer at every call, on the batch's device."""
+        """Return model and optimizer on the batch's device, the same in every call."""
         torch.manual_seed(0)
         model = self.model().to(self.batch["labels"].device)
         return model, self.optimizer(model.parameters())
@@ -51,14 +51,14 @@ def loss_of(outputs: Tensor, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one window."""
+    """CPU and wall seconds of one window."""
 
     wall: float
     cpu: float
 
 
 class Clock:
-    """Measures from `start` to `stop`; CPU time is that of all threads of the process."""
+    """Clock from `start` to `stop`; CPU time includes all threads of the process."""
 
     def start(self) -> None:
         self._wall, self._cpu = time.perf_counter_ns(), time.process_time_ns()
@@ -69,7 +69,7 @@ class Clock:
 
 
 class Window:
-    """A loop by hand or of a library: a function that works through one window."""
+    """Contestant with a function that runs one window."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run = run
@@ -85,14 +85,14 @@ class Window:
 
 
 class _Closed(Exception):
-    """Ends a Trainer that would go on for ever."""
+    """Raised to end an endless Trainer."""
 
 
 class TrainerWindow:
-    """A Trainer that owns its loop, in a thread of its own that stops at every K-th micro-batch it takes.
+    """Trainer with its own loop, in a thread that stops at every K-th micro-batch it fetches.
 
-    The clock runs in that thread from the release to the next stop: the hand-over is not counted. A Trainer
-    that fetches ahead is still measured over K micro-batches and one update: its stops are all shifted alike.
+    The clock runs in that thread from the release to the next stop, without the switch between threads. A
+    Trainer that prefetches is still measured over K micro-batches and one update: all stops shift equally.
     """
 
     def __init__(self, fit: Callable[[Iterable[Batch]], object], microbatches: list[Batch]) -> None:
@@ -103,7 +103,7 @@ class TrainerWindow:
         self._timing: Timing | None = None
         self._thread = threading.Thread(target=self._run, args=(fit,), daemon=True)
         self._thread.start()
-        self._done.acquire()  # the Trainer is set up and asks for its first micro-batch
+        self._done.acquire()  # the Trainer is set up and fetches its first micro-batch
 
     def __iter__(self) -> Iterator[Batch]:
         clock: Clock | None = None
@@ -118,7 +118,7 @@ class TrainerWindow:
             yield from self._microbatches
 
     def _run(self, fit: Callable[[Iterable[Batch]], object]) -> None:
-        torch.set_num_threads(1)  # a setting of each thread
+        torch.set_num_threads(1)  # a setting per thread
         try:
             fit(self)
         except _Closed:

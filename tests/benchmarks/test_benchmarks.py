@@ -1,4 +1,4 @@
-"""The benchmarks run as users run them, without other libraries: a program, its output, its exit code."""
+"""The benchmarks as programs without other libraries: output and exit code."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def is_within(row):
     return error is not None and error <= row["bound"]
 
 
-def test_bounds_are_those_that_are_promised(scorecard):
+def test_bounds_are_the_documented_ones(scorecard):
     _, rows = scorecard
     for row in rows:
         if row["case"].startswith("bf16"):
@@ -53,8 +53,8 @@ def test_bounds_are_those_that_are_promised(scorecard):
             assert row["bound"] <= max(1e-6, 2 * (row["large_batch"] or 0)) < 1e-5
 
 
-def test_the_tutorial_loop_is_told_apart(scorecard):
-    # Were the scorecard blind, both columns would be right everywhere.
+def test_the_tutorial_loop_fails_its_cases(scorecard):
+    # A scorecard that detects nothing would show both columns as exact.
     _, rows = scorecard
     wrong = {row["case"] for row in rows if not (row["cells"]["tutorial"]["error"] or 0) <= 1e-2}
     assert {"unequal micro-batches 4+4+2", "tail window", "token mask", "break in a window"} <= wrong
@@ -69,7 +69,7 @@ def test_output_names_cases_versions_and_reasons(scorecard):
     assert "FAILS" not in result.stdout
 
 
-def test_the_published_table_has_the_numbers_of_this_run(scorecard):
+def test_the_published_table_contains_this_run(scorecard):
     _, rows = scorecard
     published = {(row["case"], row["table"]): row["cells"] for row in read_record()["rows"]}
     assert set(published) == {(row["case"], row["table"]) for row in rows}
@@ -78,14 +78,14 @@ def test_the_published_table_has_the_numbers_of_this_run(scorecard):
         assert row["cells"]["tutorial"]["error"] == pytest.approx(kept, rel=0.02, abs=1e-5, nan_ok=True)
 
 
-def test_a_table_that_lacks_a_column_is_not_published():
+def test_a_table_without_a_column_is_not_published():
     result = run("exactness.py", "--peers", "none", "--publish")
     assert result.returncode == 2
     assert "--publish needs --peers all" in result.stderr
 
 
 def test_a_wrong_accumulation_fails_the_scorecard(tmp_path):
-    # The same program with our column replaced by the tutorial loop: it must not pass.
+    # The same program with superbatch's column replaced by the tutorial loop must fail.
     program = tmp_path / "wrong.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
@@ -116,14 +116,14 @@ def test_an_unknown_work_is_refused_with_the_known_names(program):
 
 
 @pytest.mark.parametrize("count", ["0", "x", ""])
-def test_a_work_in_no_number_of_microbatches_is_refused(count):
+def test_a_work_without_a_number_of_microbatches_is_refused(count):
     result = run("overhead.py", "--work", f"mlp:{count}")
     assert result.returncode == 2
     assert f"--work 'mlp:{count}' has no number after the colon. Pass one, such as mlp:16." in result.stderr
 
 
-def test_a_missing_library_costs_its_column_and_says_how_to_get_it(tmp_path):
-    # A library that cannot be found, even where the extra is installed.
+def test_a_missing_library_omits_its_column_and_says_what_to_install(tmp_path):
+    # A library that cannot be imported, even if the extra is installed.
     program = tmp_path / "bare.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
@@ -163,8 +163,8 @@ def test_overhead_takes_the_median_over_processes(tmp_path):
     assert "of 2" in result.stdout
 
 
-def test_a_window_of_ours_holds_no_more_memory_than_the_best_loop_by_hand(tmp_path):
-    program = tmp_path / "memory.py"  # the memory of the transformer alone: its times take longer
+def test_a_window_needs_no_more_memory_than_the_best_hand_written_loop(tmp_path):
+    program = tmp_path / "memory.py"  # only the memory of the transformer: its times would take longer
     program.write_text(
         f"import json, sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
         "from overhead import choose, entries, measure_memory\n"
@@ -177,8 +177,8 @@ def test_a_window_of_ours_holds_no_more_memory_than_the_best_loop_by_hand(tmp_pa
     result = run(str(program))
     assert result.returncode == 0, result.stderr
     peaks = json.loads(result.stdout.splitlines()[-1])
-    assert peaks["by hand"] < peaks["by hand, usual"], "the premise: something can outlive its turn"
-    # A few bytes for each micro-batch: its detached loss and the gradient that scales it.
+    assert peaks["by hand"] < peaks["by hand, usual"], "the premise: tensors can outlive their micro-batch"
+    # Each micro-batch adds a few bytes: its detached loss and the scaling gradient.
     assert peaks["superbatch"] <= peaks["by hand"] + 1024
     assert peaks["superbatch, whole batch"] <= peaks["by hand, cuts the batch"] + 1024
 

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints runs as users run it; files are as small as the others'."""
+"""The benchmark of checkpoints runs as a program; checkpoint files are as small as those of others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.benchmarks.test_benchmarks import run
 pytestmark = pytest.mark.benchmarks
 
 
-def test_every_way_has_a_row_and_ours_is_exact_and_small(tmp_path: Path) -> None:
+def test_every_way_has_a_row_and_superbatch_is_exact_and_small(tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="safetensors is not installed (extra: checkpoint)")
     file = tmp_path / "checkpoints.json"
     result = run("checkpoints.py", "--width", "128", "--rounds", "2", "--json", str(file))

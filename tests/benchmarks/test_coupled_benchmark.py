@@ -1,4 +1,4 @@
-"""The benchmark of coupled samples as users run it, on tiny batches: what it measures is what it says."""
+"""The benchmark of coupled samples as a program, on tiny batches."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ def measured(tmp_path_factory):
 
 
 @pytest.mark.parametrize("work", ["convnet", "views", "towers"])
-def test_ours_is_the_gradient_of_the_batch_and_plain_accumulation_is_not(measured, work):
+def test_superbatch_gives_the_gradient_of_the_batch_unlike_plain_accumulation(measured, work):
     rows, _, _ = measured
     assert rows[work, "accumulation"]["float64"] > 1e-2, "the premise: samples are coupled"
     assert rows[work, "virtual"]["float64"] <= 1e-12
@@ -35,12 +35,12 @@ def test_ours_is_the_gradient_of_the_batch_and_plain_accumulation_is_not(measure
     assert rows[work, "full"]["float64"] == 0
 
 
-def test_gradients_are_cached_where_that_is_exact(measured):
+def test_cached_gradients_are_used_where_they_are_exact(measured):
     rows, _, _ = measured
     assert rows["towers", "gradcache"]["float64"] <= 1e-12
     assert rows["towers", "cached"]["float64"] <= 1e-12
     assert rows["views", "gradcache"]["float64"] > 1e-2, "BatchNorm sees micro-batches"
-    assert ("views", "cached") not in rows, "it refuses"
+    assert ("views", "cached") not in rows, "cached gradients are refused"
     assert ("convnet", "gradcache") not in rows
 
 
@@ -75,28 +75,32 @@ for samples in map(int, sys.argv[4:]):
 """
 
 
-# The towers' loss has an N x N matrix. It is on the host, but 0.9 MB on the device become 1.0 with it. Where
-# nothing may grow, not by a byte, the fewer samples tell as much as a thousand.
+# The towers' loss has an N x N matrix on the host, with which 0.9 MB on the device become 1.0 MB. For the
+# other works no byte may be added, so fewer samples suffice.
 @pytest.mark.parametrize("many", [512, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("work", "size", "grows"), [("convnet", 1, 1.0), ("towers", 1, 1.15), ("views", 4, 1.0)]
 )
-def test_samples_one_by_one_take_no_more_of_the_device_than_plain_accumulation(work, size, grows, many):
-    """Where a micro-batch is smallest, whatever is held for each of them, or for all samples, weighs most."""
+def test_micro_batches_of_one_need_no_more_device_memory_than_plain_accumulation(work, size, grows, many):
+    """Memory per micro-batch, or for all samples, weighs most with the smallest micro-batches."""
     few = many // 4
     done = forked.run(["-c", PEAKS, BENCHMARKS, work, size, few, many])
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     device, host = ({(int(row[0]), row[1]): int(row[place]) for row in rows} for place in (2, 3))
     assert len(rows) == 4 and host[many, "accumulation"] == 0
-    assert host[many, "virtual-host"] > 3.9 * host[few, "virtual-host"] > 0, "premise: ours is on the host"
+    assert host[many, "virtual-host"] > 3.9 * host[few, "virtual-host"] > 0, (
+        "premise: superbatch stores values on the host"
+    )
     for samples in (few, many):
         assert device[samples, "virtual-host"] <= 1.1 * device[samples, "accumulation"]
-    assert device[few, "accumulation"] == device[many, "accumulation"], "premise: that is flat"
-    assert device[many, "virtual-host"] <= grows * device[few, "virtual-host"], "and so is ours"
+    assert device[few, "accumulation"] == device[many, "accumulation"], "premise: its peak is constant"
+    assert device[many, "virtual-host"] <= grows * device[few, "virtual-host"], (
+        "superbatch's peak is constant too"
+    )
 
 
-def test_overhead_is_a_share_and_the_table_shows_all(measured):
+def test_overhead_is_relative_and_the_table_is_complete(measured):
     rows, out, _ = measured
     for (_, way), row in rows.items():
         assert (row["overhead"] is not None) == way.startswith("virtual")
@@ -120,13 +124,13 @@ def test_an_unknown_work_is_refused_with_the_known_ones():
 
 
 @pytest.mark.slow
-def test_compiling_is_measured():
+def test_compilation_is_measured():
     result = run("coupled_compile.py", "--quick", "--errors")
     assert result.returncode == 0, result.stdout + result.stderr
     row = result.stdout.split("\n")[0].split(" | ")
     assert row[0] == "convnet"
     assert int(row[5]) > 0, "the premise: something is compiled"
-    assert int(row[6]) == 0, "and in no later update"
+    assert int(row[6]) == 0, "no later update compiles"
     assert float(row[8].split()[3]) <= 1e-12
 
 
@@ -156,6 +160,6 @@ def test_rounding_is_compared_draw_by_draw(tmp_path):
     assert result.stdout.count("virtual_batch, m = 5") == 2
 
 
-def test_rounding_refuses_what_it_does_not_know():
+def test_rounding_refuses_unknown_names():
     result = run("coupled_rounding.py", "--work", "elephants")
     assert result.returncode == 2 and "--work elephants is unknown. Pass some of" in result.stderr

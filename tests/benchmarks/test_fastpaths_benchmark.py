@@ -1,4 +1,4 @@
-"""The benchmark of fast paths runs, calls what it measures, and refuses what it does not know."""
+"""The benchmark of fast paths runs, executes each measured path, and refuses unknown names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return forked.run(["benchmarks/fastpaths.py", *arguments], seconds=300)
 
 
-def test_every_path_is_measured_where_it_is_called(tmp_path: Path) -> None:
+def test_every_path_is_executed_and_measured(tmp_path: Path) -> None:
     path = tmp_path / "gains.json"
     result = run("--dry", "--work", "mlp", "--json", str(path))
     assert result.returncode == 0, result.stderr

@@ -33,7 +33,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
     assert {path.name for path in plots.iterdir()} == {"gpu-windows.png", "gpu-whole.png", "gpu-launch.png"}
 
 
-def test_a_section_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_section_is_refused() -> None:
     done = gpu("--device", "cpu", "--sections", "windows,fits")
     assert done.returncode == 2
     assert "--sections fits is unknown. Pass some of" in done.stderr

@@ -1,4 +1,4 @@
-"""The benchmark of JAX runs, tells a mean of means from the right gradient, and fails what is wrong."""
+"""The benchmark of JAX runs, and fails a mean of means."""
 
 import json
 import os
@@ -41,12 +41,12 @@ def run(tmp_path, *, wrong):
 
 
 @pytest.mark.slow  # ./run test-backends -m "jax and slow": a dozen transformers are compiled
-def test_ours_rounds_like_the_full_batch(tmp_path):
+def test_superbatch_rounds_like_the_full_batch(tmp_path):
     done, errors = run(tmp_path, wrong=False)
     assert done.returncode == 0, done.stdout
     assert 0 < errors["full batch"] < 1e-5, "float32 against float64"
     assert errors["superbatch, 8"] < 1.5 * errors["full batch"]
-    assert errors["optax microbatch(grad), 8"] > 1e-2, "the texts differ in length"
+    assert errors["optax microbatch(grad), 8"] > 1e-2, "texts have different lengths"
 
 
 @pytest.mark.slow

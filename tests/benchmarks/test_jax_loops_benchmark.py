@@ -1,4 +1,4 @@
-"""The benchmark of loops in JAX runs, and fails where another loop is faster or a gradient is wrong."""
+"""The benchmark of JAX loops runs, and fails if another loop is faster or a gradient is wrong."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The memory benchmark as users run it: without other libraries, on one small training under a real limit."""
+"""The memory benchmark as a program: without other libraries, on one small training under a real limit."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import pytest
 from tests.benchmarks.test_benchmarks import BENCHMARKS, run
 
 pytestmark = pytest.mark.benchmarks
-LIMIT = 64 * 2**20  # that of the training "small"
+LIMIT = 64 * 2**20  # limit of the training "small"
 
 
 def program(tmp_path, text):
@@ -19,7 +19,7 @@ def program(tmp_path, text):
     return result.stdout
 
 
-def test_the_search_finds_every_limit_and_says_if_it_is_not_sharp(tmp_path):
+def test_the_search_finds_every_limit_and_reports_an_unsharp_one(tmp_path):
     out = program(
         tmp_path,
         "from true_limit import search\n"
@@ -33,17 +33,17 @@ def test_the_search_finds_every_limit_and_says_if_it_is_not_sharp(tmp_path):
     assert out.split() == ["40", "42", "False"]
 
 
-def test_the_search_asks_for_few_sizes(tmp_path):
+def test_the_search_tries_few_sizes(tmp_path):
     out = program(
         tmp_path,
         "from true_limit import search\n"
         "print(max(len(search(lambda s: s <= n, about=700, most=4096).tried) for n in range(1, 4097)))\n",
     )
-    assert int(out) <= 45  # each is a process; near the guess it takes about fifteen
+    assert int(out) <= 45  # each size is a process; near the guess about fifteen suffice
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS limits memory on Linux only")
-# "plain" only serves finders of other libraries.
+# Only finders of other libraries use "plain".
 @pytest.mark.parametrize("loop", ["accumulate", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_real_limit_separates_sizes(loop):
     answers = []
@@ -58,7 +58,7 @@ def test_a_real_limit_separates_sizes(loop):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """What one quick run of all parts writes: ours alone, on the small training whose true limit is known."""
+    """Return the output of a quick run of all parts: only superbatch, on the training of known limit."""
     path = tmp_path_factory.mktemp("memory") / "measured.json"
     options = ["--finders", "none", "--quick", "--true", "small=263", "--json", str(path)]
     if sys.platform != "linux":
@@ -68,10 +68,10 @@ def measured(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-def test_peaks_of_ours_are_those_of_the_best_loop_by_hand(measured):
+def test_peaks_equal_those_of_the_best_hand_written_loop(measured):
     peaks = {row["name"]: row for row in measured["peaks"]}
     best, usual = peaks["by hand, best"], peaks["by hand, usual"]
-    assert usual["units"] - best["units"] == pytest.approx(1, abs=1e-3), "the premise: an output lives on"
+    assert usual["units"] - best["units"] == pytest.approx(1, abs=1e-3), "the premise: an output stays alive"
     assert 3 < best["units"] < 3.13
     for name in ("superbatch", "superbatch, whole batch"):
         assert peaks[name]["bytes"] <= best["bytes"] + 1024
@@ -82,9 +82,9 @@ def test_failures_change_nothing_and_the_comparison_can_fail(measured):
     ours = [row for row in rows if row["how"] == "superbatch"]
     assert {row["model"] for row in ours} == {"mlp", "convnet", "transformer"}
     for row in ours:
-        assert sum(row["counts"].values()) == row["windows"] == 20, "memory ran out in every window"
-        assert min(row["counts"].values()) > 0, "in every place"
-        assert row["half_way"] > 0, "a gradient was half there"
+        assert sum(row["counts"].values()) == row["windows"] == 20, "every window runs out of memory"
+        assert min(row["counts"].values()) > 0, "there were failures in every place"
+        assert row["half_way"] > 0, "some gradients were already added"
         assert row["error"] <= 1e-12
         assert row["buffers"]
     naive = [row for row in rows if row["how"] != "superbatch"]
@@ -94,11 +94,11 @@ def test_failures_change_nothing_and_the_comparison_can_fail(measured):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS limits memory on Linux only")
 @pytest.mark.parametrize("finder", ["ours-largest", "ours-auto"])
-def test_ours_finds_a_size_under_a_real_limit_that_trains(measured, finder):
+def test_superbatch_finds_a_size_that_trains_under_a_real_limit(measured, finder):
     (row,) = [row for row in measured["limits"]["rows"] if row["finder"] == finder]
     assert not row["error"]
     assert row["trains"]
-    assert 0 < row["chosen"] <= 266  # the largest that was ever seen to fit
+    assert 0 < row["chosen"] <= 266  # the largest size that ever fitted
     assert row["wasted"] <= 1.1 * row["batch"]
     assert row["failed"] == 0
 

@@ -1,4 +1,4 @@
-"""The benchmark of ranks runs as users run it, and its bars hold where they are no times."""
+"""The benchmark of ranks runs as a program, and meets its bounds other than times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.benchmarks.test_benchmarks import run
 pytestmark = pytest.mark.benchmarks
 
 
-def test_no_loop_by_hand_has_fewer_collectives(tmp_path: Path) -> None:
+def test_no_hand_written_loop_has_fewer_collectives(tmp_path: Path) -> None:
     path = tmp_path / "ranks.json"
     arguments = ("--small", "--ranks", "2,3", "--rounds", "2", "--peers", "none")
     result = run("ranks.py", *arguments, "--json", str(path))
@@ -26,17 +26,17 @@ def test_no_loop_by_hand_has_fewer_collectives(tmp_path: Path) -> None:
         assert row["distance"] <= 1e-5, "in float32"
         assert row["collectives"] <= by_hand["collectives"]
         assert row["sent"] <= by_hand["sent"] + 2048, "numbers"
-        # Ranks vote before the step. Where forwards are collective, they agree on their number, and hear
-        # whether one has failed.
+        # Ranks vote before the step. If forwards are collective, they also agree on the number of
+        # micro-batches and report failures.
         assert row["numbers"] <= by_hand["numbers"] + 1 + 2 * ("FSDP2" in row["name"])
         assert row["peak"] <= by_hand["peak"] + 1024, "numbers"
     for name in {row["name"] for row in ours}:
         kinds = [Counter(each["kind"] for each in rows[name, ranks]["exchanges"]) for ranks in (2, 3)]
-        assert kinds[0] == kinds[1], "two ranks predict three"
+        assert kinds[0] == kinds[1], "two and three ranks have the same collectives"
     assert "64 GPUs of 8 machines" in result.stdout
 
 
-def test_the_vote_is_one_exchange_of_numbers(tmp_path: Path) -> None:
+def test_the_vote_is_one_small_collective(tmp_path: Path) -> None:
     path = tmp_path / "vote.json"
     result = run("ranks_vote.py", "--small", "--rounds", "4", "--json", str(path))
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The survey's benchmark runs as users run it, and measures what it says."""
+"""The benchmark of surveys runs as a program and reports its measurements."""
 
 from __future__ import annotations
 

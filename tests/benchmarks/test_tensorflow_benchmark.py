@@ -1,4 +1,4 @@
-"""The benchmark of TensorFlow runs, tells the tutorial's loop from the right one, and fails what is wrong."""
+"""The benchmark of TensorFlow runs, and fails the tutorial's loop."""
 
 import json
 import os
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.tensorflow
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow  # ./run test tests/benchmarks -m slow: many graphs
+@pytest.mark.slow  # ./run test tests/benchmarks -m slow: traces many graphs
 def test_errors_of_each_way(tmp_path):
     path = tmp_path / "rows.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "tensorflow_accumulation.py"), "--processes", "0"]
@@ -27,4 +27,4 @@ def test_errors_of_each_way(tmp_path):
     assert errors["by hand, as tutorials"] > 1e-3 and errors["Keras gradient_accumulation_steps"] > 1e-3
     ours = {name: error for name, error in errors.items() if name.startswith("superbatch")}
     assert len(ours) == 4 and max(ours.values()) < 1e-12, ours
-    assert "error" not in done.stdout.splitlines()[-1], "nothing of ours is beyond its bound of exactness"
+    assert "error" not in done.stdout.splitlines()[-1], "superbatch is within its bounds"

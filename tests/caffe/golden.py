@@ -1,4 +1,4 @@
-"""What Caffe computed, and the same nets in torch."""
+"""Trajectories computed by Caffe, and the same nets in torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-15
 
 @functools.cache
 def cases() -> dict[str, dict[str, Any]]:
-    """Every trajectory, by its name."""
+    """Return every trajectory by its name."""
     found: dict[str, dict[str, Any]] = {}
     for name in ("lr_policy", "solver_type"):
         for case in json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))["cases"]:
@@ -32,7 +32,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def net(case: dict[str, Any]) -> nn.Module:
-    """The net of a case, with its initial weights, in float64."""
+    """Return the net of a case in float64 with its initial weights."""
     if case["net"] == "linear":
         model: nn.Module = nn.Linear(4, 3)
     else:
@@ -46,7 +46,7 @@ def net(case: dict[str, Any]) -> nn.Module:
 
 
 def groups(model: nn.Module, case: dict[str, Any]) -> list[dict[str, Any]]:
-    """A parameter group for each blob, with its multipliers."""
+    """Return a parameter group for each blob, with its multipliers."""
     return [
         {"params": [parameter], "lr_mult": rate, "decay_mult": decay}
         for parameter, rate, decay in zip(
@@ -56,7 +56,7 @@ def groups(model: nn.Module, case: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def microbatches(case: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the data layer reads: rows in order, again and again."""
+    """Yield the micro-batches of the data layer: rows in order, in an endless cycle."""
     data = torch.tensor(case["inputs"]["data"], dtype=torch.float64)
     labels = torch.tensor(case["inputs"]["label"], dtype=torch.int64)
     rows = itertools.cycle(range(len(data)))
@@ -71,7 +71,7 @@ def loss_of(model: nn.Module) -> Callable[[Any], Tensor]:
 
 @dataclass(frozen=True)
 class Trained:
-    """How far a run is from what Caffe computed: the largest difference of each kind."""
+    """Largest differences of a run from Caffe, by kind."""
 
     weights: float
     rates: float
@@ -89,7 +89,7 @@ def train(
     make: Callable[[SolverConfig, list[dict[str, Any]]], CaffeSolver] = solver,
     text: str | None = None,
 ) -> Trained:
-    """Train by a solver, on real windows with the real Accumulator, and compare every update."""
+    """Train by a solver with the Accumulator on windows, and compare every update."""
     model = net(case)
     caffe = make(parse_solver(text or case["solver_prototxt"]), groups(model, case))
     accumulate = Accumulator(model, caffe.optimizer, loss_of(model), scheduler=caffe.scheduler)
@@ -103,21 +103,23 @@ def train(
         rates = max(rates, abs(update.learning_rates[0] - expected["lr"]))
         losses = max(losses, abs(update.loss - expected["loss"]))
         smoothed = max(smoothed, abs(caffe.smoothed_loss.add(update.loss) - expected["smoothed_loss"]))
-        weights = max(weights, apart(list(model.parameters()), expected["weights"]))
+        weights = max(weights, largest_difference(list(model.parameters()), expected["weights"]))
         assert expected["weights"] != moved, "the premise: Caffe's weights have moved"
         moved = expected["weights"]
     assert accumulate.updates == len(case["iterations"]) == 8
-    return Trained(weights, rates, losses, smoothed, apart(histories(caffe, model), case["history"]))
+    return Trained(
+        weights, rates, losses, smoothed, largest_difference(histories(caffe, model), case["history"])
+    )
 
 
 def histories(caffe: CaffeSolver, model: nn.Module) -> list[Tensor]:
-    """The solver's state in the order of Caffe's snapshots: each kind for all parameters."""
+    """Return the solver's state in the order of Caffe's snapshots: each kind for all parameters."""
     states = [caffe.optimizer.state[parameter] for parameter in model.parameters()]
     return [state[name] for name in states[0] for state in states]
 
 
-def apart(actual: Sequence[Tensor], expected: list[list[float]]) -> float:
-    """The largest difference of an element; absolute, or relative where numbers are above 1."""
+def largest_difference(actual: Sequence[Tensor], expected: list[list[float]]) -> float:
+    """Return the largest difference of an element: absolute, or relative for numbers above 1."""
     largest = 0.0
     for tensor, values in zip(actual, expected, strict=True):
         wanted = torch.tensor(values, dtype=torch.float64)

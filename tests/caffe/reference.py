@@ -1,7 +1,7 @@
-"""Caffe's `Solver::Step` and `ApplyUpdate`, written down as they stand in its sources: blob by blob, on sums.
+"""Transcription of Caffe's `Solver::Step` and `ApplyUpdate`: blob by blob, on sums.
 
-It shares nothing with superbatch. It is itself held to what Caffe computed, and is there for what the golden
-trajectories leave out: clipping, L1, ignored labels, micro-batches of several sizes.
+It shares no code with superbatch, and tests compare it with trajectories that Caffe computed. It covers cases
+without such trajectories: clipping, L1, ignored labels, micro-batches of several sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULTS: Param = {
 
 
 class Reference:
-    """A solver for one net."""
+    """Solver for one net."""
 
     def __init__(self, model: nn.Module, lr_mult: Sequence[float], decay_mult: Sequence[float], **param: Any):
         self.blobs: list[Tensor] = list(model.parameters())
@@ -41,7 +41,7 @@ class Reference:
         self.iter = 0
 
     def step(self, losses: Sequence[Callable[[], Tensor]], rate: float) -> float:
-        """One iteration: forward and backward of each micro-batch, then ApplyUpdate; the mean loss."""
+        """Run one iteration (forward and backward of each micro-batch, ApplyUpdate); return the mean loss."""
         diffs = [torch.zeros_like(blob) for blob in self.blobs]
         total = 0.0
         for loss_fn in losses:

@@ -1,4 +1,4 @@
-"""What a solver file is said to mean: the written program trains as Caffe did, and the traps are real."""
+"""Explanation of a solver file: its program trains as Caffe does, and its warnings are right."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ CASES = golden.cases()
 
 
 def program(config: SolverConfig) -> dict[str, Any]:
-    """What the written program defines."""
+    """Return the names that the generated program defines."""
     names: dict[str, Any] = {"__name__": "train"}
     exec(compile(explain_solver(config).code, "train.py", "exec"), names)
     return names
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_program_trains_as_caffe_did(name: str) -> None:
+def test_the_program_trains_as_caffe(name: str) -> None:
     case = CASES[name]
     model = golden.net(case)
     train = program(parse_solver(case["solver_prototxt"]))["train"]
     given = {"lr_mult": case["lr_mult"], "decay_mult": case["decay_mult"]}
     train(model.parameters(), golden.loss_of(model), golden.microbatches(case), **given)
     last = case["iterations"][-1]["weights"]
-    assert golden.apart(list(model.parameters()), last) <= golden.TOLERANCE
+    assert golden.largest_difference(list(model.parameters()), last) <= golden.TOLERANCE
 
 
 @pytest.mark.parametrize("norm", ["L1", "L2"])
@@ -71,11 +71,11 @@ def test_the_program_clips_and_decays_as_caffe(kind: Any, norm: Any) -> None:
 
 
 def stock_apart(case: dict[str, Any], config: SolverConfig) -> float:
-    """How far torch's own optimizer, as it is named, ends from Caffe; without multipliers on both sides."""
+    """Return the final difference between the named torch optimizer and Caffe, both without multipliers."""
     said = explain_solver(config).stock
     stock, theirs = golden.net(case), golden.net(case)
     names = {"torch": torch, "math": math, "parameters": stock.parameters()}
-    # With the numbers as Caffe has them what is left is arithmetic.
+    # The settings are rounded as in Caffe, so only arithmetic can differ.
     in_float32 = re.sub(
         r"(?<==)[\d.]+(e-\d+)?", lambda number: repr(float32(float(number[0]))), said.optimizer
     )
@@ -94,8 +94,8 @@ def stock_apart(case: dict[str, Any], config: SolverConfig) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_said_of_stock_torch_is_so(name: str) -> None:
-    """Where it is called the same it is, to the last digits; where not, it is not."""
+def test_the_claim_about_stock_torch_is_true(name: str) -> None:
+    """Stock torch equals Caffe to the last digits if the report says so, and differs otherwise."""
     config = parse_solver(CASES[name]["solver_prototxt"])
     difference = stock_apart(CASES[name], config)
     if explain_solver(config).stock.same:
@@ -131,8 +131,8 @@ def test_stock_schedulers_have_the_rates(policy: Any) -> None:
     assert (policy == "fixed") == (len(set(report.rates)) == 1)
 
 
-def test_torch_is_as_far_off_as_is_said() -> None:
-    """The measured sizes of what stock torch does otherwise, on this net."""
+def test_stock_torch_differs_by_the_documented_amounts() -> None:
+    """Differences measured on this net."""
     step = CASES["lr_policy:linear/SGD/step/iter_size=1"]
     adam = CASES["solver_type:linear/Adam/iter_size=1"]
     assert stock_apart(step, parse_solver(step["solver_prototxt"])) == pytest.approx(0.108, abs=0.001)
@@ -175,7 +175,7 @@ def test_a_trap_of_the_rate_is_named(text: str, said: str) -> None:
     assert said in trap.text
 
 
-def test_nothing_learnt_is_said() -> None:
+def test_a_solver_that_learns_nothing_is_reported() -> None:
     traps = explained('net: "n" lr_policy: "fixed"').traps
     assert [trap.field for trap in traps] == ["base_lr", "max_iter"]
 

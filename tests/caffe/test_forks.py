@@ -24,7 +24,7 @@ rampup { lr: 0.1 steps: [1, 2] }
 """
 
 
-def test_fields_of_forks_are_ignored_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_fields_of_forks_are_ignored_on_request(tmp_path: Path) -> None:
     with pytest.raises(PrototxtError, match=r"line 4, column 1: 'eval_type'.*--ignore-unknown"):
         parse_solver(SSD)
     file = tmp_path / "solver.prototxt"
@@ -35,12 +35,12 @@ def test_fields_of_forks_are_ignored_where_that_is_asked_for(tmp_path: Path) -> 
     assert parse_solver(solver_text(config)) == dataclasses.replace(config, ignored=())
     found = explain_solver(config).traps
     assert [trap.field for trap in found if "Caffe has no such field" in trap.text] == list(config.ignored)
-    with pytest.raises(PrototxtError, match="max_iter must be an integer"):  # what is known is checked
+    with pytest.raises(PrototxtError, match="max_iter must be an integer"):  # known fields are still checked
         parse_solver(SSD + "max_iter: 1.5", ignore_unknown=True)
 
 
 @pytest.mark.parametrize("name", ["learning_rate_decay", "batch_size", "rampup_interval", "eval_type"])
-def test_a_name_of_another_program_is_not_taken_for_a_typo(name: str) -> None:
+def test_a_field_of_another_program_is_not_called_a_typo(name: str) -> None:
     with pytest.raises(PrototxtError, match=f"'{name}': a solver has no such field. Remove it"):
         parse_solver(f"{name}: 1 {FIXED}")
 
@@ -51,7 +51,7 @@ def test_a_file_in_latin_1(tmp_path: Path) -> None:
     assert read_solver(file).snapshot_prefix == "modèle"
 
 
-def test_many_steps_are_read_in_well_under_a_second() -> None:
+def test_many_step_values_are_read_in_linear_time() -> None:
     count = 40_000
     text = f'base_lr: 1 lr_policy: "multistep" gamma: 1 max_iter: {count}\n'
     text += "".join(f"stepvalue: {index}\n" for index in range(count))
@@ -66,7 +66,7 @@ def test_many_steps_are_read_in_well_under_a_second() -> None:
 
     few = "".join(text.splitlines(keepends=True)[: count // 8 + 1])
     assert len(parse_solver(text).stepvalue) == count, "premise"
-    gc.disable()  # its passes over ever more tokens would count too
+    gc.disable()  # its time grows with the number of tokens
     try:
         assert seconds(text) < 16 * seconds(few), "8 times the lines: quadratic"
     finally:

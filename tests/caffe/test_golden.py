@@ -1,4 +1,4 @@
-"""Every trajectory that Caffe computed, on the real Accumulator with real windows, to 1e-15."""
+"""Every trajectory of Caffe, reproduced by the Accumulator on windows to 1e-15."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.caffe.reference import Reference
 CASES = golden.cases()
 
 
-def test_the_trajectories_are_all_there() -> None:
+def test_all_trajectories_are_present() -> None:
     configs = [parse_solver(case["solver_prototxt"]) for case in CASES.values()]
     assert len(configs) == 40
     assert len(Counter(config.type for config in configs)) == 6
@@ -35,7 +35,7 @@ def test_the_trajectory_is_that_of_caffe(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_reference_of_these_tests_is_caffe_too(name: str) -> None:
+def test_the_transcription_equals_caffe(name: str) -> None:
     case = CASES[name]
     config = parse_solver(case["solver_prototxt"])
     model = golden.net(case)
@@ -54,20 +54,20 @@ def test_the_reference_of_these_tests_is_caffe_too(name: str) -> None:
         parts = [next(read) for _ in range(config.iter_size)]
         loss = reference.step([lambda part=part: loss_fn(part) for part in parts], expected["lr"])
         assert abs(loss - expected["loss"]) <= golden.TOLERANCE
-        assert golden.apart(reference.blobs, expected["weights"]) <= golden.TOLERANCE
+        assert golden.largest_difference(reference.blobs, expected["weights"]) <= golden.TOLERANCE
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("lenet/Adam/iter_size=4")])
 def test_a_batch_in_micro_batches_is_the_batch(name: str) -> None:
-    """Caffe's own data: iter_size 4 with micro-batches of 4 trains as iter_size 1 with 16."""
+    """Data of Caffe: iter_size 4 with micro-batches of 4 trains as iter_size 1 with 16."""
     parts, whole = CASES[name], CASES[name.replace("iter_size=4", "iter_size=1")]
     last = [torch.tensor(values, dtype=torch.float64) for values in parts["iterations"][-1]["weights"]]
-    assert golden.apart(last, whole["iterations"][-1]["weights"]) < 1e-14
+    assert golden.largest_difference(last, whole["iterations"][-1]["weights"]) < 1e-14
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("iter_size=4")])
-def test_a_saved_training_goes_on_bit_for_bit(name: str) -> None:
-    """Saved after three updates, loaded into new objects, trained to the end: nothing differs."""
+def test_a_saved_training_resumes_bit_for_bit(name: str) -> None:
+    """Save after three updates, load into new objects, train to the end: nothing differs."""
     case = CASES[name]
     config = parse_solver(case["solver_prototxt"].replace("average_loss: 1", "") + " average_loss: 3")
 
@@ -103,10 +103,13 @@ def test_a_saved_training_goes_on_bit_for_bit(name: str) -> None:
     assert later == smoothed[3:]
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
-    assert golden.apart(list(other.parameters()), case["iterations"][-1]["weights"]) <= golden.TOLERANCE
+    assert (
+        golden.largest_difference(list(other.parameters()), case["iterations"][-1]["weights"])
+        <= golden.TOLERANCE
+    )
 
 
-def test_the_bundle_says_what_it_is() -> None:
+def test_a_solver_describes_itself() -> None:
     case = next(iter(CASES.values()))
     config = dataclasses.replace(parse_solver(case["solver_prototxt"]), iter_size=3, average_loss=2)
     made = solver(config, golden.net(case).parameters())

@@ -1,4 +1,4 @@
-"""Solvers that are wrong in a way that is easy to miss: the golden trajectories must reject each of them."""
+"""Solvers with subtle errors: the golden trajectories must reject each."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def factor(name: str, mutant: Callable[[SolverConfig], Callable[[int], float]]) 
 
 
 def rate_outside(gradient: Tensor, history: dict[str, Tensor], group: Any, iteration: int) -> Tensor:
-    """As torch.optim.SGD: the rate acts on the whole buffer."""
+    """torch.optim.SGD: the rate multiplies the whole buffer."""
     return history["history"].mul_(group["momentum"]).add_(gradient) * group["lr"]
 
 
 def nesterov_as_in_papers(gradient: Tensor, history: dict[str, Tensor], group: Any, iteration: int) -> Tensor:
-    """The update without the step back."""
+    """Nesterov's update as in papers: it does not subtract the previous momentum step."""
     history["history"].mul_(group["momentum"]).add_(gradient, alpha=group["lr"])
     return (1 + group["momentum"]) * history["history"]
 
 
 def adam_of_torch(gradient: Tensor, history: dict[str, Tensor], group: Any, iteration: int) -> Tensor:
-    """Delta beside the corrected root."""
+    """Adam of torch: delta is added to the bias-corrected root."""
     rules.adam(gradient, history, group, iteration)
     count = iteration + 1
     root = (history["squares"] / (1 - group["momentum2"] ** count)).sqrt()
@@ -50,7 +50,7 @@ def delta_inside(gradient: Tensor, history: dict[str, Tensor], group: Any, itera
 
 
 def adadelta_forgetful(gradient: Tensor, history: dict[str, Tensor], group: Any, iteration: int) -> Tensor:
-    """The average of updates loses a thousandth each time."""
+    """AdaDelta whose average of updates decays by 1/1000 more at each update."""
     update = rules.adadelta(gradient, history, {**group, "lr": 1.0}, iteration)
     history["updates"].mul_(0.999)
     return update * group["lr"]
@@ -115,13 +115,13 @@ def _train_groups(change: Callable[[list[dict[str, Any]]], Any]) -> golden.Train
     return golden.train(golden.cases()["lr_policy:linear/SGD/fixed/iter_size=4"], make)
 
 
-def test_multipliers_that_are_left_out_are_found() -> None:
+def test_missing_multipliers_are_found() -> None:
     assert _train_groups(lambda groups: None).worst <= golden.TOLERANCE, "the premise"
     for name in ("lr_mult", "decay_mult"):
         assert _train_groups(lambda groups, name=name: groups[1].pop(name)).weights > 1e-6
 
 
-def test_another_decay_or_a_sum_that_is_not_divided_is_found() -> None:
+def test_another_decay_or_an_undivided_sum_is_found() -> None:
     case = golden.cases()["lr_policy:linear/SGD/fixed/iter_size=4"]
     text = case["solver_prototxt"].replace("weight_decay: 0.01", "weight_decay: 0.04")
     assert golden.train(case, text=text).weights > 1e-4
@@ -129,7 +129,7 @@ def test_another_decay_or_a_sum_that_is_not_divided_is_found() -> None:
     made = solver(golden.parse_solver(case["solver_prototxt"]), golden.groups(model, case))
     loss_fn, read = golden.loss_of(model), golden.microbatches(case)
     for _ in range(4):
-        loss_fn(next(read)).backward()  # the sum, as a loop by hand without a division leaves it
+        loss_fn(next(read)).backward()  # the sum of a hand-written loop without division
     made.optimizer.step()
-    assert golden.apart(list(model.parameters()), case["iterations"][0]["weights"]) > 0.01
+    assert golden.largest_difference(list(model.parameters()), case["iterations"][0]["weights"]) > 0.01
     assert not torch.equal(next(model.parameters()), next(golden.net(case).parameters()))

@@ -1,4 +1,4 @@
-"""What the golden trajectories leave out, against Caffe's sources written down: clip, L1, ignored labels."""
+"""Clipping, L1 and ignored labels against the transcription of Caffe's sources."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def both(
     clip: Literal["caffe", "mean"] = "caffe",
     updates: int = 5,
 ) -> tuple[nn.Module, nn.Module]:
-    """Train by the Accumulator and by the reference, with multipliers."""
+    """Train by the Accumulator and by the reference, with multipliers; return both models."""
     ours, theirs = model_of(), model_of()
     lr_mult, decay_mult = (1.0, 2.0, 0.5, 1.0), (1.0, 0.0, 2.0, 1.0)
     groups = [
@@ -84,7 +84,7 @@ def both(
     momentum=st.sampled_from([0.0, 0.9]),
     policy=st.sampled_from(["fixed", "exp", "poly"]),
 )
-def test_any_solver_is_caffes(
+def test_any_solver_equals_caffe(
     kind: Any, iter_size: int, clip: float, decay: float, norm: Any, momentum: float, policy: Any
 ) -> None:
     config = SolverConfig(
@@ -102,7 +102,7 @@ def test_any_solver_is_caffes(
         delta=1e-3,
     )
     ours, theirs = both(config, data_of([4] * iter_size))
-    # Without a gradient and without decay there is nothing to be moved by.
+    # Without gradient and decay the weights do not move.
     assert clip == 0.0 or moved(ours) > 1e-4
     assert largest(ours, theirs) <= 2e-14
 
@@ -114,7 +114,7 @@ def clipped(iter_size: int, bound: float) -> SolverConfig:
 
 
 def test_caffes_threshold_is_iter_size_times_tighter() -> None:
-    """caffe#6199: 4 x 4 is not the batch of 16, unless the mean is clipped."""
+    """caffe#6199: 4 x 4 differs from the batch of 16, unless the mean is clipped."""
     (whole,) = data_of([16])
     parts = [(whole[0][i : i + 4], whole[1][i : i + 4]) for i in range(0, 16, 4)]
     batch, _ = both(clipped(1, 0.1), [whole])
@@ -126,11 +126,11 @@ def test_caffes_threshold_is_iter_size_times_tighter() -> None:
     assert largest(as_caffe, caffe) <= 1e-15
     assert largest(as_caffe, batch) > 0.05
     assert largest(mean, batch) <= 1e-15
-    assert largest(four_times, batch) <= 1e-7, "a threshold iter_size times as large is the same, in float32"
+    assert largest(four_times, batch) <= 1e-7, "a threshold iter_size times as large is equal in float32"
 
 
-def test_a_clip_after_the_division_is_found() -> None:
-    """The mutant: what clip="mean" does is not what Caffe does."""
+def test_clipping_after_the_division_is_found() -> None:
+    """clip="mean" as a mutant: it differs from Caffe."""
     config, parts = clipped(4, 0.1), data_of([4] * 4)
     assert largest(*both(config, parts)) <= 1e-15
     assert largest(*both(config, parts, clip="mean")) > 0.05
@@ -138,11 +138,11 @@ def test_a_clip_after_the_division_is_found() -> None:
 
 @pytest.mark.parametrize("average", ["caffe", "exact"])
 def test_ignored_labels(average: Literal["caffe", "exact"]) -> None:
-    """Caffe: a mean of means, and a micro-batch without a label counts; exact: the loss of the batch."""
+    """Caffe takes a mean of means and counts a micro-batch without labels; "exact" takes the batch's loss."""
     config = parse_solver('base_lr: 0.5 lr_policy: "fixed" momentum: 0.9 iter_size: 4')
     parts = data_of([4] * 4, ignored=True)
     valid = [int((labels != IGNORED).sum()) for _, labels in parts]
-    assert valid == [3, 2, 1, 0], "the premise: unequal, and one empty"
+    assert valid == [3, 2, 1, 0], "the premise: unequal counts, and one is 0"
     ours, means, batch = model_of(), model_of(), model_of()
     caffe = solver(config, ours.parameters())
 
@@ -172,7 +172,7 @@ def test_ignored_labels(average: Literal["caffe", "exact"]) -> None:
         mean = of_means.step([lambda part=part: loss_of(means, part) for part in parts], 0.5)
         real = of_batch.step([lambda: loss_of(batch, whole)], 0.5)
         assert update.loss == pytest.approx(mean if average == "caffe" else real, abs=1e-14)
-    assert largest(means, batch) > 0.05, "the premise: a mean of means is something else"
+    assert largest(means, batch) > 0.05, "the premise: a mean of means is different"
     assert largest(ours, means if average == "caffe" else batch) <= 1e-14
 
 
@@ -188,8 +188,8 @@ def test_normalizations(normalization: Any, divisor: int) -> None:
     assert float(loss) == pytest.approx(float(total) / divisor)
 
 
-def test_a_parameter_without_a_gradient_goes_on_as_in_caffe() -> None:
-    """Its gradient is zero there: decay and momentum still move it; a frozen one stays."""
+def test_a_parameter_without_a_gradient_moves_as_in_caffe() -> None:
+    """Caffe uses a zero gradient: decay and momentum move the parameter. A frozen one stays."""
     used, unused, frozen = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
     frozen.requires_grad = False
     text = 'base_lr: 0.5 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.5'
@@ -207,7 +207,7 @@ def test_a_parameter_without_a_gradient_goes_on_as_in_caffe() -> None:
     assert torch.equal(frozen, torch.ones_like(frozen))
 
 
-def test_the_optimizer_refuses_what_it_cannot_do() -> None:
+def test_the_optimizer_refuses_wrong_arguments() -> None:
     config, layer = parse_solver('base_lr: 0.5 lr_policy: "fixed"'), nn.Embedding(3, 2, sparse=True)
     optimizer = CaffeOptimizer(layer.parameters(), config)
     layer(torch.tensor([1])).sum().backward()
@@ -226,7 +226,7 @@ def test_the_optimizer_refuses_what_it_cannot_do() -> None:
 
 
 @given(st.integers(1, 7), st.lists(st.floats(0, 10), min_size=1, max_size=30))
-def test_the_smoothed_loss_is_the_mean_of_the_last_ones(length: int, losses: list[float]) -> None:
+def test_the_smoothed_loss_is_the_mean_of_the_last_losses(length: int, losses: list[float]) -> None:
     smoothed = SmoothedLoss(length)
     for count, loss in enumerate(losses, start=1):
         last = losses[max(0, count - length) : count]
@@ -250,7 +250,7 @@ def test_float32_models_and_a_closure() -> None:
 
 
 def test_the_policy_drives_a_stock_optimizer_too() -> None:
-    """Without lr_mult it is 1; a group that is added later gets its own rate with the next update."""
+    """lr_mult defaults to 1; a group added later gets its own rate at the next update."""
     config = parse_solver('base_lr: 1 lr_policy: "step" gamma: 0.5 stepsize: 2')
     one, two = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([one], lr=1.0)

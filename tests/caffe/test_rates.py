@@ -1,4 +1,4 @@
-"""The seven policies beyond the golden trajectories: drops that crowd, ends, large numbers."""
+"""Edge cases of the seven rate policies: close drops, ends, large numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from superbatch.errors import InputError
 
 
 def simulated(stepvalue: tuple[int, ...], updates: int) -> list[int]:
-    """Caffe's own loop: current_step_ rises by one if its value is reached (sgd_solver.cpp:47)."""
+    """Simulate Caffe's loop: current_step_ rises by one if its value is reached (sgd_solver.cpp:47)."""
     current, found = 0, []
     for iteration in range(updates):
         if current < len(stepvalue) and iteration >= stepvalue[current]:
@@ -24,19 +24,19 @@ def simulated(stepvalue: tuple[int, ...], updates: int) -> list[int]:
 
 
 @given(st.lists(st.integers(-3, 12), max_size=6).map(tuple))
-def test_multistep_is_caffes_loop(stepvalue: tuple[int, ...]) -> None:
+def test_multistep_equals_caffes_loop(stepvalue: tuple[int, ...]) -> None:
     drops = multistep_drops(stepvalue)
     assert [sum(drop <= update for drop in drops) for update in range(30)] == simulated(stepvalue, 30)
 
 
-def test_drops_that_crowd_come_one_by_one() -> None:
+def test_close_drops_come_one_per_update() -> None:
     config = parse_solver('base_lr: 0.1 gamma: 0.5 lr_policy: "multistep" stepvalue: [2, 2, 3]')
     rate = rate_schedule(config)
     assert [round(rate(update), 6) for update in range(5)] == [0.1, 0.1, 0.05, 0.025, 0.0125]
 
 
 def test_without_the_limit_of_one_per_update_the_rates_differ() -> None:
-    """The mutant: torch's MultiStepLR drops twice at 2."""
+    """The mutant, torch's MultiStepLR, drops twice at update 2."""
     values = (2, 2, 3)
     at_once = [sum(value <= update for value in values) for update in range(5)]
     assert at_once != simulated(values, 5)
@@ -57,7 +57,7 @@ def test_large_numbers_do_not_raise() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_index_is_that_of_an_update(policy: str) -> None:
+def test_the_rate_is_indexed_by_updates(policy: str) -> None:
     text = f'base_lr: 1 lr_policy: "{policy}" gamma: 0.5 stepsize: 2 max_iter: 9'
     rate = rate_schedule(parse_solver(text))
     assert rate(0) <= 1.0

@@ -1,4 +1,4 @@
-"""Solver files: what is read, and what is refused, with line and column."""
+"""Parser of solver files, and its errors with line and column."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OPEN = ("net: 'a", "max_iter: ", "net_param { name: 'x'")
 """Texts whose mistake is that they end."""
 
 
-def test_a_file_as_people_have_it(tmp_path: Path) -> None:
+def test_a_typical_file(tmp_path: Path) -> None:
     file = tmp_path / "solver.prototxt"
     file.write_text(REAL, encoding="utf-8")
     assert read_solver(file) == SolverConfig(
@@ -131,7 +131,7 @@ def test_the_grammar(text: str, name: str, value: object) -> None:
     assert getattr(parse_solver(FIXED + text), name) == value
 
 
-def test_nets_in_the_file_are_kept_as_they_are() -> None:
+def test_nets_in_the_file_are_kept_verbatim() -> None:
     config = parse_solver(FIXED + "net_param { name: 'n' layer { name: 'd' top: 'x' top: 'y' } }")
     assert config.net_param is not None
     assert [field.name.text for field in config.net_param.fields] == ["name", "layer"]
@@ -202,7 +202,7 @@ def test_nets_in_the_file_are_kept_as_they_are() -> None:
         ("regularization_type: 'L3'", 1, 1, "Caffe supports L2, L1"),
     ],
 )
-def test_a_mistake_is_found_where_it_is(text: str, line: int, column: int, message: str) -> None:
+def test_an_error_has_line_and_column(text: str, line: int, column: int, message: str) -> None:
     with pytest.raises(PrototxtError) as caught:
         parse_solver(text if text in OPEN else text + "\n" + FIXED)
     error = caught.value
@@ -231,14 +231,14 @@ def test_a_policy_that_caffe_would_refuse(text: str, line: int, column: int, mes
     assert message in str(caught.value)
 
 
-def test_messages_too_deep_do_not_exhaust_the_stack() -> None:
+def test_deeply_nested_messages_do_not_exhaust_the_stack() -> None:
     with pytest.raises(PrototxtError, match="messages are nested more than 100 deep"):
         parse("a {" * 5000)
 
 
 @given(st.text(alphabet="abz_ \n\t:;,<>{}[]#'\"\\-+.0179eExXfF", max_size=60))
-def test_any_text_is_read_or_refused_with_a_place(text: str) -> None:
-    """Nothing else is raised, and the place lies in the text."""
+def test_any_text_is_read_or_refused_with_a_position(text: str) -> None:
+    """No other error is raised, and the position lies in the text."""
     place = place_of_error(text)
     if place is not None:
         lines = text.split("\n")
@@ -254,7 +254,7 @@ def place_of_error(text: str) -> tuple[int, int] | None:
     return None
 
 
-def test_a_config_by_hand_is_checked_as_well() -> None:
+def test_a_config_from_python_is_checked_too() -> None:
     with pytest.raises(
         InputError, match=r"iter_size=0 is not allowed: at least 1 is needed\. Write 1 or more\."
     ):
@@ -267,8 +267,8 @@ def test_a_config_by_hand_is_checked_as_well() -> None:
         SolverConfig(lr_policy="cosine")  # pyright: ignore[reportArgumentType]  (the mistake)
 
 
-def test_every_field_of_caffes_proto_is_there() -> None:
-    """By its field numbers 1 to 42; 30 is solver_type, 27 and 22 repeat messages."""
+def test_every_field_of_caffes_proto_is_known() -> None:
+    """Field numbers 1 to 42; 30 is solver_type, 27 and 22 are repeated messages."""
     names = {field.name for field in dataclasses.fields(SolverConfig)} | {"solver_type"}
     assert len(names - {"ignored"}) == 42
     hints = get_type_hints(SolverConfig)
@@ -314,13 +314,13 @@ def configs(draw: st.DrawFn) -> SolverConfig:
 
 
 @given(configs())
-def test_what_is_written_is_read_as_the_same(config: SolverConfig) -> None:
+def test_a_written_config_is_read_unchanged(config: SolverConfig) -> None:
     assert parse_solver(solver_text(config)) == config
 
 
 @settings(max_examples=40)
 @given(configs(), st.randoms())
-def test_layout_means_nothing(config: SolverConfig, random: Any) -> None:
+def test_layout_does_not_matter(config: SolverConfig, random: Any) -> None:
     """Order of single fields, comments, separators and line ends change nothing."""
     lines = solver_text(config).split("\n")[:-1]
     singles = [line for line in lines if not line.startswith(("test_net", "stepvalue", "test_iter"))]

@@ -1,4 +1,4 @@
-"""The command line as tests run it: in this process, in one of its own, on a terminal."""
+"""Run the command line in this process, in a child process, or on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.studies import own_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANE = f"{own_recipe.__file__}:plane"
-# What is wrong, then what to type instead, as one line.
+# An error message: one line that states the problem, then the remedy in the imperative.
 IMPERATIVE = (
     "Add|Choose|Close|Compare|Drop|Give|Install|Leave|Name|Pass|Read|Return|Run|"
     "See superbatch|Set|Start|Take|Unset|Use|Write"
@@ -33,7 +33,7 @@ Report = TypeVar("Report")
 
 
 def run(*arguments: str) -> int:
-    """The exit code of the command line, run in this process."""
+    """Run the command line in this process and return its exit code."""
     return main([*arguments])
 
 
@@ -44,11 +44,11 @@ _TALKATIVE = (
 
 
 def process(*arguments: str, talkative: bool = False, streams: Sequence[int] | None = None) -> Forked:
-    """The command line as a process of its own, in a session of its own, that hears interrupts.
+    """Start the command line as a child process in its own session, so that it receives interrupts.
 
-    Talkative, it says every 0.1 seconds how far it is, so that a test need not wait.
+    With `talkative`, it prints its progress every 0.1 seconds, so that a test need not wait.
     """
-    # A terminal says itself how wide it is; where tests run in several processes, these say 80.
+    # The terminal gives its own width; pytest-xdist would set these variables to 80 columns.
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     return Forked(
         [*(("-c", _TALKATIVE) if talkative else ("-m", "superbatch")), *arguments],
@@ -60,12 +60,12 @@ def process(*arguments: str, talkative: bool = False, streams: Sequence[int] | N
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    """A program of a few lines, run to its end in an interpreter of its own, which has loaded nothing."""
+    """Run a few lines of code in a fresh interpreter, which has imported nothing yet."""
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
-    """Exit code and everything shown on a pseudo-terminal of that width, colours removed."""
+    """Return the exit code and the text shown on a pseudo-terminal of `columns`, without colours."""
     import fcntl
     import pty
     import termios
@@ -78,7 +78,7 @@ def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
         while True:
             try:
                 piece = os.read(ours, 65536)
-            except OSError:  # how Linux says that the other end is closed
+            except OSError:  # Linux: the other end is closed
                 break
             if not piece:
                 break
@@ -90,26 +90,26 @@ def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
 
 
 def without_colours(text: str) -> str:
-    """What a terminal shows, as text."""
+    """Remove the escape sequences of colours."""
     return _COLOURS.sub("", text)
 
 
-def lines_told(started: Forked, *, seconds: float) -> Iterator[str]:
-    """Each line of its errors as it comes, or a failure if none comes in time."""
+def error_lines(started: Forked, *, seconds: float) -> Iterator[str]:
+    """Yield each line of stderr as it comes; fail if none comes within `seconds`."""
     for number in itertools.count():
         end = time.monotonic() + seconds
         while len(lines := started.output()[1].split("\n")) < number + 2:
-            assert time.monotonic() < end, "nothing was said in time"
+            assert time.monotonic() < end, "no output in time"
             assert started.poll() is None, started.output()
             time.sleep(0.01)
         yield lines[number]
 
 
 def first_line(started: Forked, *, seconds: float) -> str:
-    """The first line of its errors, or a failure if none comes in time."""
-    return next(lines_told(started, seconds=seconds))
+    """Return the first line of stderr; fail if none comes within `seconds`."""
+    return next(error_lines(started, seconds=seconds))
 
 
 def read(kind: type[Report], folder: Path) -> Report:
-    """The report in a folder of results."""
+    """Read the report in a folder of results."""
     return from_json(kind, (folder / "report.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""`superbatch advise` as a user meets it: flags, files, messages, exit codes, terminals, and Ctrl-C."""
+"""`superbatch advise` for a user: flags, files, messages, exit codes, terminals, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from superbatch.results.advice import Advice
 from tests.cli import commands
-from tests.cli.commands import PLANE, PNG, lines_told, on_a_terminal
+from tests.cli.commands import PLANE, PNG, error_lines, on_a_terminal
 from tests.report_json import from_json
 
 NUMBERS = {
@@ -35,13 +35,13 @@ read = partial(commands.read, Advice)
 
 @pytest.fixture(autouse=True, scope="module")
 def few_rounds() -> Iterator[None]:
-    """Times are not what these tests are about."""
+    """Time fewer rounds: these tests do not depend on the times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("superbatch.lab.studies.advise.ROUNDS", 3)
         yield
 
 
-def test_one_can_ask_about_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_for_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "made" / "here"
     assert run(*CLUSTER, "--lr", "3e-4", "--parameters", "1.3e9", "--out", str(out)) == 0
     shown = capsys.readouterr()
@@ -63,14 +63,16 @@ def test_one_can_ask_about_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert 1 <= len(below) <= 3, "caveats"
     assert "4.84 GiB (4 bytes a parameter)" not in shown.out
     assert "4.84 GiB (4 bytes a parameter)" in (out / "report.html").read_text(encoding="utf-8")
-    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert "\x1b" not in shown.out + shown.err, "no colours without a terminal"
     assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
     assert (out / "plot.png").read_bytes().startswith(PNG)
     report = read(out)
     assert (report.verdict, report.asked, report.command["noise"]) == ("helps", 16, "1500.0")
 
 
-def test_what_is_not_known_is_drawn_and_said_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undetermined_noise_scale_is_plotted_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     numbers = ("--microbatch-size", "4", "--accumulation-steps", "12", "--noise-low", "100")
     times = ("--micro-seconds", "1", "--update-seconds", "0.1")
     assert run(*numbers, *times, "--out", str(tmp_path)) == 0
@@ -82,7 +84,7 @@ def test_what_is_not_known_is_drawn_and_said_too(tmp_path: Path, capsys: pytest.
     assert read(tmp_path).best is None
 
 
-def test_a_recipe_is_measured_and_json_is_all_that_is_printed(
+def test_a_recipe_is_measured_and_only_json_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -105,7 +107,7 @@ def test_a_recipe_is_measured_and_json_is_all_that_is_printed(
         (("no-such-recipe",), "no-such-recipe"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(
+def test_wrong_input_gives_one_line_and_exit_code_2(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*arguments) == 2
@@ -115,7 +117,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert not shown.out
 
 
-def test_on_a_narrow_terminal_nothing_is_cut(tmp_path: Path) -> None:
+def test_no_text_is_cut_on_a_narrow_terminal(tmp_path: Path) -> None:
     code, shown = on_a_terminal(60, "advise", *CLUSTER, "--out", str(tmp_path))
     assert code == 0
     assert "…" not in shown
@@ -126,18 +128,18 @@ def test_on_a_narrow_terminal_nothing_is_cut(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
     arguments = ("--microbatch-size", "5", "--updates", "1000000", "--threads", "1", "--out", str(tmp_path))
     with process(PLANE, *arguments, talkative=True) as started:
-        for line in lines_told(started, seconds=60):
+        for line in error_lines(started, seconds=60):
             if "update" in line:
                 break
             assert "%" in line
         os.kill(started.pid, signal.SIGINT)
-        _, told = started.finish(60)
-        assert started.returncode == 130, told
-    assert "the report is partial" in told
+        _, errors = started.finish(60)
+        assert started.returncode == 130, errors
+    assert "the report is partial" in errors
     assert read(tmp_path).partial
 
 
-def test_help_says_what_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     shown = commands.without_colours(capsys.readouterr().out)
     for flag in ("--noise-low", "--micro-seconds", "--ranks", "--accumulation-steps"):

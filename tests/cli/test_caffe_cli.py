@@ -1,4 +1,4 @@
-"""`superbatch caffe` as a user meets it: table, files, JSON, and mistakes with line and column."""
+"""`superbatch caffe` for a user: table, files, JSON, and mistakes with line and column."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ iter_size: 8
 
 @pytest.fixture
 def solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A solver file in the working folder."""
+    """Write a solver file in the working folder."""
     monkeypatch.chdir(tmp_path)
     Path("solver.prototxt").write_text(TEXT, encoding="utf-8")
     return "solver.prototxt"
@@ -46,7 +46,7 @@ def test_fields_of_forks(solver: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert report.command == {"solver": solver, "ignore_unknown": "true"}
 
 
-def test_table_sentences_and_files(solver: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_a_table_sentences_and_files(solver: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(solver, "--batch-size", "32") == 0
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
@@ -70,11 +70,11 @@ def test_table_sentences_and_files(solver: str, capsys: pytest.CaptureFixture[st
     assert shown.err.splitlines()[-1].endswith("report.html, plot.png, train.py and report.json")
 
 
-def test_json_is_all_that_is_printed(solver: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_json_is_printed(solver: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(solver, "--json") == 0
     report = from_json(CaffeExplained, capsys.readouterr().out)
     assert (report.updates, report.effective_batch) == (1000, None)
-    assert os.listdir() == [solver], "no files unless they are asked for"
+    assert os.listdir() == [solver], "no files unless requested"
     assert run(solver, "--json", "--out", "made/here") == 0
     assert commands.read(CaffeExplained, Path("made/here")).policy == "multistep"
 
@@ -88,7 +88,7 @@ def test_json_is_all_that_is_printed(solver: str, capsys: pytest.CaptureFixture[
         ('prototxt"', "prototxt", "line 1, column 6: .*the string is not closed on its line"),
     ],
 )
-def test_a_mistake_in_the_file_is_one_line(
+def test_a_mistake_in_the_file_gives_one_line(
     solver: str, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert TEXT.count(old) == 1
@@ -109,7 +109,7 @@ def test_a_mistake_in_the_file_is_one_line(
         (("solver.prototxt", "--out", "solver.prototxt/x"), "solver.prototxt' is a file"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(
+def test_wrong_input_gives_one_line_and_exit_code_2(
     solver: str, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert_refused(capsys, message, *arguments)
@@ -123,7 +123,7 @@ def assert_refused(capsys: pytest.CaptureFixture[str], message: str, *arguments:
     assert shown.out == ""
     assert re.search(message, line), line
     assert re.fullmatch(ONE_LINE, line), line
-    assert os.listdir() == before, "nothing is left behind"
+    assert os.listdir() == before, "files were left behind"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")

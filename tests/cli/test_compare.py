@@ -1,4 +1,4 @@
-"""`superbatch compare` as a user meets it: table, page, files, terminal, and Ctrl-C."""
+"""`superbatch compare` for a user: table, page, files, terminal, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ read = partial(commands.read, Comparison)
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one comparison with everything in it."""
+    """Run one comparison and return its folder of results."""
     folder = tmp_path_factory.mktemp("compare")
     assert run(PLANE, *QUICK, "--include-wrong", "--out", str(folder)) == 0
     return folder
@@ -49,7 +49,7 @@ def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     )
     assert [line.split("  ")[0] for line in lines[3:6]] == ["1x20 (real batch)", "4x5", "13/5/2"]
     assert lines[6].startswith("Every split trains like the real batch: weights within")
-    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert "\x1b" not in shown.out + shown.err, "no colours without a terminal"
     assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
     assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.html", "report.json"]
     assert (out / "plot.png").read_bytes().startswith(PNG)
@@ -60,7 +60,7 @@ def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 class Page(HTMLParser):
-    """What a page asks for from outside itself, its tags and its text."""
+    """Collect the external links, the tags and the text of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_stands_alone(written: Path) -> None:
+def test_the_page_loads_nothing_from_elsewhere(written: Path) -> None:
     text = (written / "report.html").read_text(encoding="utf-8")
     page = Page()
     page.feed(text)
@@ -117,17 +117,17 @@ def test_names_of_a_recipe_cannot_break_the_page(written: Path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in page
 
 
-def test_json_is_all_that_is_printed(
+def test_only_json_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(PLANE, *QUICK, "--json") == 0
     report = from_json(Comparison, capsys.readouterr().out)
     assert report.recipe == "plane"
-    assert list(tmp_path.iterdir()) == [], "no files unless they are asked for"
+    assert list(tmp_path.iterdir()) == [], "no files unless requested"
 
 
-def test_files_lie_in_a_folder_of_their_own(
+def test_each_run_writes_to_its_own_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_files_lie_in_a_folder_of_their_own(
     assert "superbatch-compare" in capsys.readouterr().err
 
 
-def test_wrong_ways_are_shown_beside_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_accumulation_is_shown_beside_the_exact_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(PLANE, *QUICK, "--include-wrong", "--json") == 0
     report = from_json(Comparison, capsys.readouterr().out)
     assert [(arm.name, arm.claim) for arm in report.arms] == [
@@ -184,7 +184,7 @@ def test_coupled_recipes_are_exact_beside_plain_accumulation(
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
 
 
-def test_json_of_a_report_is_strict(written: Path) -> None:
+def test_a_report_is_strict_json_without_nan(written: Path) -> None:
     text = (written / "report.json").read_text(encoding="utf-8")
 
     def refuse(word: str) -> object:
@@ -205,7 +205,7 @@ def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_a_table_is_folded_and_not_cut_on_a_narrow_terminal(columns: int) -> None:
+def test_a_table_is_wrapped_and_not_cut_on_a_narrow_terminal(columns: int) -> None:
     heads = ("split", "test accuracy, %", "updates", "weights differ by", "equivalent within ±0.5")
     row = ("80/15/5 mean of means", "95.22 ± 0.38", "1000", "2.0e-07 (max 9.5e-05)", "not shown, p = 0.808")
     table = Table("digits", tuple(Column(head, "") for head in heads), (row,))
@@ -218,7 +218,7 @@ def test_a_table_is_folded_and_not_cut_on_a_narrow_terminal(columns: int) -> Non
 
 
 def ended(group: int, *, seconds: float) -> bool:
-    """Whether every process of a session is gone in time."""
+    """Return True if every process of the session has ended in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -249,4 +249,4 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path, workers: str, whole_grou
         assert re.match(r"plane: \d+ of 5000 runs", out)
         assert "Partial:" in (tmp_path / "report.html").read_text(encoding="utf-8")
         assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
-        assert ended(started.pid, seconds=10), "a worker process is left"
+        assert ended(started.pid, seconds=10), "a worker process still runs"

@@ -26,7 +26,7 @@ run = partial(commands.run, "compare")
 process = partial(commands.process, "compare")
 
 
-def test_flags_of_the_sources_are_one_arm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_the_sources_give_one_arm(capsys: pytest.CaptureFixture[str]) -> None:
     sources = ("--average-gradients", "4", "--batch-size", "5", "--iterations", "16", "--runs", "1")
     assert run(PLANE, *sources, "--json") == 0
     report = from_json(Comparison, capsys.readouterr().out)
@@ -91,7 +91,7 @@ def test_contradictions_of_flags(flags: dict[str, Any], message: str) -> None:
         (("text", "--recipe", "digits"), "The argument text and --recipe digits both set the recipe"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(
+def test_wrong_input_gives_one_line_and_exit_code_2(
     arguments: tuple[str, ...],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -105,10 +105,10 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     (line,) = shown.err.splitlines()
     assert re.search(message, line), line
     assert re.fullmatch(ONE_LINE, line), line
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert list(tmp_path.iterdir()) == [], "files were left behind"
 
 
-def test_no_traceback_from_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_child_process_prints_no_traceback(tmp_path: Path) -> None:
     with process("--splits", "3x30,5x20", "--out", str(tmp_path / "out")) as started:
         out, err = started.finish(60)
     assert (started.returncode, out) == (2, "")

@@ -1,4 +1,4 @@
-"""`superbatch fit` as a user meets it: flags, files, messages, exit codes, terminals, and Ctrl-C."""
+"""`superbatch fit` for a user: flags, files, messages, exit codes, terminals, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ read = partial(commands.read, Fitting)
 
 @pytest.fixture(autouse=True, scope="module")
 def few_rounds() -> Iterator[None]:
-    """Times are not what these tests are about."""
+    """Time fewer rounds: these tests do not depend on the times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("superbatch.lab.studies.fit.ROUNDS", 2)
         yield
 
 
-def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "made" / "here"
     assert run(PLANE, *QUICK, "--limit", "2MiB", "--optimizer", "adam", "--out", str(out)) == 0
     shown = capsys.readouterr()
@@ -46,7 +46,7 @@ def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert re.search(r"^Use micro-batches of \d+: the fastest of those timed", shown.out, re.MULTILINE)
     said = "The whole batch fits in 2.00 MiB (asked for); so would about 2000 samples or more."
     assert said in shown.out
-    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert "\x1b" not in shown.out + shown.err, "no colours without a terminal"
     assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
     assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.html", "report.json"]
     assert (out / "plot.png").read_bytes().startswith(PNG)
@@ -56,17 +56,17 @@ def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert report.versions.keys() >= {"superbatch", "torch", "python"}
 
 
-def test_json_is_all_that_is_printed(
+def test_only_json_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(PLANE, *QUICK, "--sizes", "4, 20", "--json") == 0
     report = from_json(Fitting, capsys.readouterr().out)
     assert [size.samples for size in report.sizes] == [4, 20]
-    assert list(tmp_path.iterdir()) == [], "no files unless they are asked for"
+    assert list(tmp_path.iterdir()) == [], "no files unless requested"
 
 
-def test_files_lie_in_a_folder_of_their_own(
+def test_each_run_writes_to_its_own_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -75,7 +75,7 @@ def test_files_lie_in_a_folder_of_their_own(
     assert read(tmp_path / "superbatch-fit").batch_size == 12
 
 
-def test_the_limit_of_the_machine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_names_the_memory_limit_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(PLANE, *QUICK, "--json") == 0
     report = from_json(Fitting, capsys.readouterr().out)
     assert report.limit.bytes > 2**20
@@ -95,12 +95,12 @@ def test_the_limit_of_the_machine_is_named(capsys: pytest.CaptureFixture[str]) -
         ("100", 100),
     ],
 )
-def test_bytes(text: str, expected: int) -> None:
+def test_sizes_of_memory_are_parsed(text: str, expected: int) -> None:
     assert parse_bytes(text, "--limit") == expected
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "2PiB", "-1MB", "2 GiB free", "0", "0.1B", "1e9", "nan"])
-def test_what_is_no_number_of_bytes(text: str) -> None:
+def test_an_invalid_size_of_memory_is_an_error(text: str) -> None:
     with pytest.raises(InputError, match="is not a number of bytes"):
         parse_bytes(text, "--limit")
 
@@ -123,7 +123,7 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
         (("mnist",), "needs a folder of data and downloads none"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(
+def test_wrong_input_gives_one_line_and_exit_code_2(
     arguments: tuple[str, ...],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -137,12 +137,12 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     (line,) = shown.err.splitlines()
     assert re.search(message, line), line
     assert re.fullmatch(ONE_LINE, line), line
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert list(tmp_path.iterdir()) == [], "files were left behind"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
-    # A plain line comes at once and then every five seconds: the first one says that work has begun.
+    # Without a terminal, progress is printed at the start and then every five seconds.
     slow = ("--batch-size", "4000", "--seconds", "300", "--sizes", "1,2,3,4,5,6,7,8,9,10,11,12,4000")
     with process(PLANE, *slow, "--out", str(tmp_path)) as started:
         said = first_line(started, seconds=60)
@@ -160,23 +160,23 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")
-def test_a_terminal_gets_a_bar_and_tables_that_are_not_folded(tmp_path: Path) -> None:
-    columns = 80  # the narrowest that is usual
+def test_a_terminal_shows_a_progress_bar_and_unwrapped_tables(tmp_path: Path) -> None:
+    columns = 80  # the usual least width
     limit = ("--limit", "25KB", "--batch-size", "1000", "--sizes", "8,64,1000", "--seconds", "1")
     code, shown = on_a_terminal(columns, "fit", PLANE, *limit, "--out", str(tmp_path))
     assert code == 0, shown
     bar, tables = shown.split("plane: a batch of", 1)
     assert re.search(r"fit own_recipe.py:plane .+ \d+ %", bar)
-    lines = [line for line in tables.splitlines() if "wrote" not in line]  # a path is as long as it is
+    lines = [line for line in tables.splitlines() if "wrote" not in line]  # a path may be wider
     assert max(map(len, lines)) <= columns
-    assert "1000 too large" in tables, "the premise: the widest name of a row is there"
+    assert "1000 too large" in tables, "the premise: the widest row name is present"
     assert " > limit" in tables
     rows = [line.split("  ") for line in lines if re.match(r" *\d+ ( |too|fastest|largest)", line)]
     report = read(tmp_path)
-    assert len(rows) == len(report.sizes) + len(report.reach), "each row is one line: nothing is folded"
+    assert len(rows) == len(report.sizes) + len(report.reach), "a row is wrapped"
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_no_framework() -> None:
     code = """
 import sys
 from superbatch.lab.cli import main

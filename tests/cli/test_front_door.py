@@ -1,4 +1,4 @@
-"""What the command line says before it does anything: overview, help, what was meant, completion."""
+"""Texts of the command line before any work: overview, help, suggestions, completion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def ragged(text: str, width: int) -> list[str]:
-    """Lines that end early: the first word of the line below would have fitted."""
+    """Return the lines that end early: the first word of the next line would have fitted."""
     lines = [line.strip() for line in text.splitlines()]
     return [
         line
@@ -30,7 +30,7 @@ def ragged(text: str, width: int) -> list[str]:
     ]
 
 
-def test_without_a_command_there_is_a_short_overview(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_a_short_overview(capsys: pytest.CaptureFixture[str]) -> None:
     overview = shown(capsys)
     assert len(overview.splitlines()) <= 22
     assert max(map(len, overview.splitlines())) <= 100
@@ -38,7 +38,7 @@ def test_without_a_command_there_is_a_short_overview(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
-def test_help_shows_flags_without_a_type_and_whole_paragraphs(
+def test_help_shows_flags_without_a_type_and_unbroken_paragraphs(
     command: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "90")
@@ -51,13 +51,13 @@ def test_help_shows_flags_without_a_type_and_whole_paragraphs(
 
 
 def test_raggedness_is_found() -> None:
-    """The docstring as it stands is folded for the source, and each of its lines once more by a terminal."""
+    """A docstring shown with its own line breaks is wrapped twice: in the source and by the terminal."""
     lines = (advise.__doc__ or "").splitlines()
     assert ragged("\n".join(fill(line.strip(), 86) for line in lines), 86)
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("caffe", "init")])
-def test_help_says_that_a_recipe_is_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_warns_that_a_recipe_is_executed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "whose code is run" in " ".join(shown(capsys, command, "--help").replace("│", " ").split())
 
 
@@ -104,7 +104,7 @@ def test_a_shell_completes(
     assert set(capsys.readouterr().out.split()) == expected
 
 
-def test_overview_and_completion_load_nothing_heavy() -> None:
+def test_overview_and_completion_import_no_framework() -> None:
     code = """
 import os, sys
 from superbatch.lab.cli import main

@@ -1,4 +1,4 @@
-"""`superbatch init`: a recipe that runs as it stands, and one with the fields that verify and fit need."""
+"""`superbatch init`: the written recipe runs unchanged, and verify and fit need few of its fields."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_runs_as_it_stands(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_written_recipe_runs_unchanged(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("init", "mine.py") == 0
     command = capsys.readouterr().out.splitlines()[-1].split()
     assert command == ["superbatch", "verify", "mine.py:recipe"]
@@ -47,7 +47,7 @@ def test_it_runs_as_it_stands(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert text.count("REPLACE") >= 5
 
 
-def test_it_learns_and_its_splits_train_like_the_batch() -> None:
+def test_the_recipe_learns_and_every_split_trains_like_the_batch() -> None:
     assert run("init") == 0
     report = compare(load_recipe("recipe.py:recipe"), Options(splits="2x64", updates=200, runs=1))
     real, split = report.arms
@@ -72,7 +72,7 @@ def test_a_file_is_never_overwritten(here: Path, capsys: pytest.CaptureFixture[s
     assert [path.name for path in here.iterdir()] == ["recipe.py"]
 
 
-def test_verify_and_fit_need_model_data_and_loss_only(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_and_fit_need_only_model_data_and_loss(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "short.py").write_text(SHORT, encoding="utf-8")
     assert run("verify", "short.py:recipe") == 0
     assert run("fit", "short.py:recipe", "--seconds", "0.1", "--threads", "1", "--sizes", "4", "--json") == 0
@@ -90,7 +90,7 @@ def test_verify_and_fit_need_model_data_and_loss_only(here: Path, capsys: pytest
         (("study", "momentum"), "evaluate, metric, margin, learning_rates, which superbatch study needs"),
     ],
 )
-def test_what_a_command_needs_beyond_them_is_named(
+def test_a_missing_field_is_named(
     command: tuple[str, ...], missing: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "short.py").write_text(SHORT, encoding="utf-8")
@@ -100,7 +100,7 @@ def test_what_a_command_needs_beyond_them_is_named(
     )
 
 
-def test_what_is_given_as_an_option_is_not_needed_in_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_replaces_a_field_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     bare = plane(margin=float("nan"), learning_rates={})
     asked = Options(splits="2x10", updates=2, runs=2, margin=0.2, learning_rate=0.05)
     for lacking in (replace(asked, margin=None), replace(asked, learning_rate=None)):

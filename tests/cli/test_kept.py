@@ -1,4 +1,4 @@
-"""Ctrl-C says what was kept, whenever it comes; progress cannot be misread; every command writes a page.
+"""Message after Ctrl-C at any moment, and the HTML page that every command writes.
 
 The pages of `compare` and `study` are checked in their own tests.
 """
@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 class Elements(HTMLParser):
-    """Tags that must be closed, and how the page is."""
+    """Check that a page closes its tags in order, and collect all tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Elements(HTMLParser):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, "closed in the order in which they were opened"
+        assert self.open.pop() == tag, "tags are closed in the wrong order"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -76,7 +76,7 @@ def interrupt(*_: object, **__: object) -> None:
 
 
 def kept(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said last after an interruption."""
+    """Return the last line printed after an interruption."""
     assert run(*arguments) == 130
     return capsys.readouterr().err.splitlines()[-1]
 
@@ -90,10 +90,10 @@ def test_ctrl_c_before_the_first_measurement(
         "superbatch: interrupted before the first measurement; no file was written"
     )
     assert list(tmp_path.iterdir()) == []
-    assert load_recipe is not interrupt, "the premise: the commands look it up when they run"
+    assert load_recipe is not interrupt, "the premise: the commands look up the function when they run"
 
 
-def test_ctrl_c_while_a_plot_is_drawn(
+def test_ctrl_c_during_a_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -105,7 +105,7 @@ def test_ctrl_c_while_a_plot_is_drawn(
     assert [path.name for path in tmp_path.rglob("*.*")] == ["report.json"]
 
 
-def test_the_entry_hears_an_interruption_of_its_own_imports(
+def test_ctrl_c_during_the_imports_of_the_entry_point(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("superbatch.lab.cli.app.main", interrupt)

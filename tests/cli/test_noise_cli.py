@@ -1,4 +1,4 @@
-"""`superbatch noise` as a user meets it: tables, files, JSON, errors."""
+"""`superbatch noise` for a user: tables, files, JSON, errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ run = partial(commands.run, "noise")
 read = partial(commands.read, NoiseStudy)
 
 
-def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "made" / "here"
     assert run(PLANE, *QUICK, "--optimizer", "adam", "--lr", "0.02", "--out", str(out)) == 0
     shown = capsys.readouterr()
@@ -34,7 +34,7 @@ def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert report.command["updates"] == "40"
 
 
-def test_json_is_all_that_is_printed(
+def test_only_json_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -43,6 +43,6 @@ def test_json_is_all_that_is_printed(
     assert not list(tmp_path.iterdir())
 
 
-def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(PLANE, "--batch-size", "1", "--json") == 2
     assert "superbatch: A batch of 1 samples cannot be drawn from" in capsys.readouterr().err.splitlines()[0]

@@ -1,4 +1,4 @@
-"""Options of a command are the fields of its study's options: names, types, defaults and help stand there."""
+"""Options of a command come from the fields of a dataclass: names, types, defaults and help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def flags_of(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", STUDIES)
-def test_a_command_fills_the_options_of_its_study(command: str) -> None:
+def test_a_command_has_a_flag_for_each_field_of_its_options(command: str) -> None:
     kind = import_module(f"superbatch.lab.studies.{command}").Options
     assert get_type_hints(getattr(application, command))["options"] is kind
     names = [each.name for each in fields(kind)]
@@ -38,7 +38,7 @@ def test_a_command_fills_the_options_of_its_study(command: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a command that is only here."""
+    """Options of a command defined in this file."""
 
     batch_size: int | None = option("samples")
     learning_rate: float = option("rate", "--lr", default=0.5)
@@ -49,7 +49,7 @@ class Options:
 
 
 def run(*arguments: str) -> tuple[str, Options]:
-    """What reaches a command with these arguments."""
+    """Return the options that a command receives with these arguments."""
     reached: list[Any] = []
 
     def command(*, recipe: str = "digits", options: Options) -> None:
@@ -62,29 +62,29 @@ def run(*arguments: str) -> tuple[str, Options]:
     return recipe, found
 
 
-def test_without_flags_the_fields_have_their_defaults_but_for_those_of_the_command_line() -> None:
+def test_defaults_of_fields_and_of_the_command_line() -> None:
     assert run() == ("digits", Options(workers=3))
     assert Options().workers == 1
 
 
-def test_what_is_typed_is_read_as_the_type_of_the_field() -> None:
+def test_an_argument_is_parsed_as_the_type_of_the_field() -> None:
     flags = ("--batch-size", "8", "--lr", "2", "--limit", "2 KiB", "--quick", "--workers", "1", "--data", ".")
     expected = Options(batch_size=8, learning_rate=2.0, limit=2048, quick=True, data=Path())
     assert run("--recipe", "text", *flags) == ("text", expected)
 
 
 @pytest.mark.parametrize("flags", [("--learning-rate", "2"), ("--no-quick",), ("--batch-size", "many")])
-def test_a_flag_that_no_field_has_is_refused(flags: tuple[str, ...]) -> None:
+def test_an_unknown_flag_is_an_error(flags: tuple[str, ...]) -> None:
     with pytest.raises(typer.BadParameter.__mro__[1]):
         run(*flags)
 
 
-def test_an_error_of_reading_names_the_flag() -> None:
+def test_a_parse_error_names_the_flag() -> None:
     with pytest.raises(InputError, match=r"^--limit lots is not a number of bytes"):
         run("--limit", "lots")
 
 
-def test_workers_are_two_from_the_command_line_and_one_from_python() -> None:
+def test_the_default_of_workers_is_two_in_the_command_line_and_one_in_python() -> None:
     (flag,) = [each.metadata for each in fields(options.CompareOptions) if each.name == "workers"]
     assert flag["default"] == min(2, os.cpu_count() or 1)
     assert options.CompareOptions().workers == options.StudyOptions().workers == 1

@@ -1,4 +1,4 @@
-"""Exit codes where output cannot be written, a closed pipe, a planted link, SIGTERM."""
+"""Exit codes for a full disk, a closed pipe, a planted link and SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADVISE = (
 )
 
 
-def test_a_full_disk_has_exit_code_74(tmp_path: Path) -> None:
+def test_a_full_disk_gives_exit_code_74(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "superbatch", *ADVISE, "--out", str(tmp_path / "out")]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, text=True)
@@ -31,7 +31,7 @@ def test_a_full_disk_has_exit_code_74(tmp_path: Path) -> None:
     )
 
 
-def test_a_closed_pipe_has_exit_code_141(tmp_path: Path) -> None:
+def test_a_closed_pipe_gives_exit_code_141(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "superbatch", *ADVISE, "--out", str(tmp_path / "out")]
@@ -40,7 +40,7 @@ def test_a_closed_pipe_has_exit_code_141(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_limit_on_files_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> None:
     old = tmp_path / "report.json"
     old.write_text("old", encoding="utf-8")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -81,7 +81,7 @@ def test_sigterm_keeps_what_was_measured(
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are listed by Linux's /proc")
 def test_sigterm_with_workers_leaves_no_semaphore(tmp_path: Path) -> None:
-    """It may come while workers start: their start is torn by no signal, and none is left behind."""
+    """SIGTERM during the start of workers does not interrupt that start, so no semaphore leaks."""
     started = subprocess.Popen(
         [
             *(sys.executable, "-m", "superbatch", "compare", PLANE, "--runs", "4", "--workers", "2"),
@@ -106,7 +106,7 @@ def test_sigterm_with_workers_leaves_no_semaphore(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["fit", "advise"])
-def test_cuda_that_is_not_there_is_told_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_cuda_device_gives_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     if torch.cuda.is_available():

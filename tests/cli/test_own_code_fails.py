@@ -1,4 +1,4 @@
-"""Errors in the code of a recipe: one line with file and line; the traceback where it is asked for."""
+"""Errors in the code of a recipe: one line with file and line number; the traceback on request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FAILS = "raise OwnError('no labels\\nhere')"
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of the recipe."""
+    """Path of the recipe."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "own.py"
 
@@ -55,7 +55,7 @@ def write(own: Path, where: str) -> None:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("where", ["evaluate", "loss"])
-def test_the_file_and_the_line_are_named(
+def test_the_error_names_file_and_line(
     own: Path, capsys: pytest.CaptureFixture[str], where: str, workers: str
 ) -> None:
     write(own, where)
@@ -69,7 +69,7 @@ def test_the_file_and_the_line_are_named(
     )
 
 
-def test_the_traceback_where_it_is_asked_for(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_traceback_on_request(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(own, "loss")
     for arguments in (
         ("--traceback", "verify", f"{own}:recipe"),

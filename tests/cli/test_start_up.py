@@ -12,7 +12,7 @@ from tests.cli import commands
 from tests.cli.commands import PLANE
 
 
-def test_help_and_import_load_nothing_heavy() -> None:
+def test_help_and_import_load_no_framework() -> None:
     code = """
 import sys
 from superbatch.lab.cli import main

@@ -1,4 +1,4 @@
-"""`superbatch study` as a user meets it: flags, files, messages, exit codes, and Ctrl-C."""
+"""`superbatch study` for a user: flags, files, messages, exit codes, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ process = partial(commands.process, "study")
 read = partial(commands.read, Study)
 
 
-def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_a_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "made" / "here"
     assert run("grow-batch", PLANE, *TINY, "--lr", "0.05", "--out", str(out)) == 0
     shown = capsys.readouterr()
@@ -54,7 +54,7 @@ def test_the_quickest_is_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert report.command["quick"] == "True"
 
 
-def test_files_lie_in_a_folder_of_their_own(
+def test_each_run_writes_to_its_own_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -76,20 +76,20 @@ def test_a_recipe_of_coupled_samples(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_coupled_without_a_recipe_makes_a_report_of_each(tmp_path: Path) -> None:
+def test_study_coupled_without_a_recipe_reports_on_each_recipe(tmp_path: Path) -> None:
     assert run("coupled", "--runs", "1", "--samples", "256", "--workers", "1", "--out", str(tmp_path)) == 0
     assert sorted(os.listdir(tmp_path)) == sorted(STUDIES["coupled"].recipes)
     assert {read(tmp_path / each).recipe for each in os.listdir(tmp_path)} == {*STUDIES["coupled"].recipes}
 
 
-def test_without_a_name_the_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_name_lists_the_studies(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     shown = capsys.readouterr().out
     for name, entry in STUDIES.items():
         assert re.search(rf"^{name} +{re.escape(entry.question)}$", shown, re.MULTILINE)
 
 
-def test_help_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_studies(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "momentum" in shown and "--quick" in shown
@@ -127,7 +127,7 @@ def test_help_does_not_import_torch() -> None:
         (("momentum", "--colour", "red"), "No such option: --colour.* See superbatch study --help"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(
+def test_wrong_input_gives_one_line_and_exit_code_2(
     arguments: tuple[str, ...],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -140,7 +140,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert shown.out == ""
     (line,) = shown.err.splitlines()
     assert re.search(message, line), line
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert list(tmp_path.iterdir()) == [], "files were left behind"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")

@@ -1,4 +1,4 @@
-"""`superbatch survey` as a user meets it: flags, files, messages, exit codes, and Ctrl-C."""
+"""`superbatch survey` for a user: flags, files, messages, exit codes, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ process = partial(commands.process, "survey")
 read = partial(commands.read, Surveys)
 
 
-def test_table_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_a_table_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "made" / "here"
     assert run(PLANE, *QUICK, "--dtype", "float64", "--include-wrong", "--out", str(out)) == 0
     shown = capsys.readouterr()
@@ -53,7 +53,7 @@ def test_table_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture
         "4x5 and 13/5/2 survey like the real batch: from the same weights and samples"
     )
     assert lines[-1].startswith("Coinciding curves are weak evidence.")
-    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert "\x1b" not in shown.out + shown.err, "no colours without a terminal"
     assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
     assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.html", "report.json"]
     assert (out / "plot.png").read_bytes().startswith(PNG)
@@ -63,7 +63,7 @@ def test_table_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture
     assert report.versions.keys() >= {"superbatch", "torch", "python"}
 
 
-def test_the_real_batch_alone_can_be_surveyed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_survey_of_the_real_batch_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ("--repeats", "2", "--updates", "40", "--splits", "1x20", "--low", "1e-4", "--high", "3")
     assert run(PLANE, *arguments, "--out", str(tmp_path)) == 0
     shown = capsys.readouterr().out
@@ -71,16 +71,16 @@ def test_the_real_batch_alone_can_be_surveyed(capsys: pytest.CaptureFixture[str]
     assert "No split that claims to be exact was surveyed beside the real batch." in shown
 
 
-def test_json_is_all_that_is_printed(
+def test_only_json_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(PLANE, *QUICK, "--json") == 0
     assert from_json(Surveys, capsys.readouterr().out).recipe == "plane"
-    assert list(tmp_path.iterdir()) == [], "no files unless they are asked for"
+    assert list(tmp_path.iterdir()) == [], "no files unless requested"
 
 
-def test_files_lie_in_a_folder_of_their_own(
+def test_each_run_writes_to_its_own_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -118,7 +118,7 @@ def test_check_passes_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch:
         ((PLANE, "--out", "/dev/null/here"), "--out"),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_wrong_input_gives_one_line(
     arguments: tuple[str, ...],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -132,7 +132,7 @@ def test_wrong_input_is_one_line(
     (line,) = shown.err.splitlines()
     assert re.search(message, line), line
     assert re.fullmatch(ONE_LINE, line), line
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert list(tmp_path.iterdir()) == [], "files were left behind"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")
@@ -151,7 +151,7 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
         assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_no_framework() -> None:
     code = """
 import sys
 from superbatch.lab.cli import main

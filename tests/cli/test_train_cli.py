@@ -1,4 +1,4 @@
-"""`superbatch train`: the large batch's update, stopped, killed, resumed, by other numbers of ranks."""
+"""`superbatch train`: the updates of the large batch, also after a stop, a kill or a change of ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
 
 
-def test_it_is_the_training_of_the_large_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_gives_the_parameters_of_the_large_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, log = tmp_path / "run", tmp_path / "log.jsonl"
     files = ("--checkpoints", str(out), "--log-file", str(log), "--evaluate-every", "8", "--every", "5")
     assert run("train", PLANE, *HOW, *files, "--updates", str(UPDATES), "--noise") == 0
@@ -111,7 +113,7 @@ def test_it_is_the_training_of_the_large_batch(tmp_path: Path, capsys: pytest.Ca
     assert "was written with seed 5, and here it is 6. Pass the same" in capsys.readouterr().err
 
 
-def test_another_order_is_found() -> None:
+def test_batches_depend_on_the_seed_and_repeat_no_sample() -> None:
     assert not torch.equal(next(batches_from(240, 5, 0, 14)), next(batches_from(240, 6, 0, 14)))
     batches = batches_from(240, 5, 0, 14)
     every = [index for _ in range(17) for index in next(batches).tolist()]
@@ -135,7 +137,7 @@ def test_a_signal_saves_and_the_same_command_resumes_bit_for_bit(tmp_path: Path)
     done = len(rows(log))
     assert 0 < done < 4000, "premise"
     with log.open("a") as file:
-        file.write(f'{{"update": {done + 1}}}\n{{"upd')  # what a kill after the checkpoint would leave
+        file.write(f'{{"update": {done + 1}}}\n{{"upd')  # as a kill after the checkpoint leaves it
     assert run(*command("stopped")) == 0
     assert rows(log) == rows(tmp_path / "straight.jsonl")
 
@@ -160,7 +162,7 @@ def test_a_signal_saves_and_the_same_command_resumes_bit_for_bit(tmp_path: Path)
         (("--device", "tpu"), "device='tpu' is not supported. Use one of cpu, cuda."),
     ],
 )
-def test_wrong_options_are_one_line(
+def test_wrong_options_give_one_line(
     arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("train", PLANE, *arguments) == 2
@@ -222,7 +224,7 @@ def test_frozen_batchnorm_with_coupled_samples(tmp_path: Path) -> None:
 def torchrun(
     recipe: str, ranks: int, folder: Path, updates: int, restarts: int = 0, how: tuple[str, ...] = HOW
 ) -> str:
-    """Train on some ranks; return what was said."""
+    """Train on some ranks; return the output."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     files = ("--checkpoints", str(folder / "run"), "--every", "5", "--updates", str(UPDATES))
     stop = ("--log-file", str(folder / "log.jsonl"))
@@ -245,7 +247,7 @@ def torchrun(
 
 @pytest.mark.slow
 def test_a_rank_is_killed_and_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
-    """Then one rank and three go on from that checkpoint, and all end where the large batch does."""
+    """One and three ranks also resume from that checkpoint; all reach the parameters of the large batch."""
     recipe = tmp_path / "own.py"
     recipe.write_text(KILLED, encoding="utf-8")
     said = torchrun(f"{recipe}:recipe", 2, tmp_path, UPDATES, restarts=1)
@@ -335,7 +337,7 @@ dist.init_process_group = beginning
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are read from /proc")
 @pytest.mark.parametrize("mutant", [False, True])
 def test_threads_of_gloo_end_with_the_training(mutant: bool) -> None:
-    """One that is left when the process ends may abort it: a training that was done would be restarted."""
+    """A thread left at exit may abort the process, and the finished training would be restarted."""
     program = ENDS.replace("counts = []", "counts = []\n" + HELD) if mutant else ENDS
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`superbatch verify`: what it prints, and the exit code that a CI job reads."""
+"""`superbatch verify`: its output and the exit code for a CI job."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_coupled_recipe_names_the_module() -> None:
     assert "BatchNorm1d in training mode" in result.output
 
 
-def test_an_own_recipe_with_a_wrong_statement(own: str) -> None:
+def test_a_recipe_whose_loss_is_a_sum(own: str) -> None:
     result = run(own)
     assert result.exit_code == 1
     assert "cause: sum in loss_fn" in result.output
@@ -97,7 +97,7 @@ def test_json(own: str) -> None:
     assert [parameter["name"] for parameter in float64["parameters"]] == ["weight", "bias"]
 
 
-def test_options_reach_the_verification() -> None:
+def test_options_are_passed_to_the_verification() -> None:
     result = run("digits", "--batch-size", "12", "--dtype", "own", "--against", "splits", "--json")
     (comparison,) = json.loads(result.output)["comparisons"]
     assert (comparison["dtype"], comparison["against"]) == ("float32", "splits")
@@ -125,11 +125,11 @@ def test_wrong_input(arguments: list[str], text: str) -> None:
     assert re.fullmatch(ONE_LINE, result.errors.rstrip()), result.errors
 
 
-def test_unknown_options_are_wrong_input_too() -> None:
+def test_unknown_options_are_an_error() -> None:
     assert run("digits", "--microbatches", "3").exit_code == 2
 
 
-def test_on_a_terminal_it_is_a_table() -> None:
+def test_a_terminal_shows_a_table() -> None:
     parameter = ParameterDifference("head[0].weight", 1.0, 0.5, 0.5)
     comparison = GradientComparison("float64", "batch", (2, 2), (4,), 1.0, 1.0, (parameter,), 1e-12)
     finding = Finding("coupled", "body", math.nan, "type", "a [red]detail[/red]", "mend it")
@@ -140,7 +140,7 @@ def test_on_a_terminal_it_is_a_table() -> None:
     show(report, Console(file=out, force_terminal=True, width=100, color_system=None))
     text = out.getvalue()
     assert "NOT exact" in text
-    assert "a [red]detail[/red]" in text  # taken as text, not as markup
+    assert "a [red]detail[/red]" in text  # shown literally, not as markup
     assert "head[0].weight" in text
     assert "5.0e-01" in text
     assert "─" in text

@@ -1,14 +1,14 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""The contract's model, loss and optimizer in Keras, in float64 on every backend.
+"""Model, loss and optimizer of the contract in Keras, in float64 on every backend.
 
-Keras' own `matmul` computes in float32 on torch, its `tanh` on JAX, and its learning rates are float32.
+Keras computes `matmul` in float32 on torch, `tanh` in float32 on JAX, and learning rates in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keras import ops
 
 
 def native() -> tuple[Any, Any]:
-    """`matmul` and `tanh` of the backend itself."""
+    """Return `matmul` and `tanh` of the backend itself."""
     if keras.backend.backend() == "torch":
         import torch
 
@@ -54,21 +54,21 @@ class Contract(keras.layers.Layer):
 
 
 class Squared(keras.losses.Loss):
-    """One number for each row or token."""
+    """Squared error of each row or token."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         return (y_pred - y_true) ** 2
 
 
 class Output(keras.losses.Loss):
-    """The output itself."""
+    """Loss that returns the output itself."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         return y_pred
 
 
 class Momentum(keras.optimizers.Optimizer):
-    """SGD as PyTorch has it: the rate multiplies the velocity; it clips with an epsilon."""
+    """SGD with PyTorch's rules: the rate multiplies the velocity; clipping adds an epsilon to the norm."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         super().__init__(learning_rate=0.0)
@@ -96,7 +96,7 @@ class Momentum(keras.optimizers.Optimizer):
 
 
 def build(case: dict[str, Any], start: dict[str, Any]) -> Any:
-    """The model, compiled."""
+    """Return the compiled model."""
     x = case_shape(case)
     model = keras.Sequential([keras.Input(x), Contract(start)])
     reduction = "sum" if case["reduction"] == "sum" else "mean_with_sample_weight"
@@ -111,10 +111,10 @@ def case_shape(case: dict[str, Any]) -> tuple[int, ...]:
 
 
 def batch(case: dict[str, Any], rows: dict[str, Any]) -> tuple[Any, ...]:
-    """x, y and sample weights of a window, as tensors: Keras makes float32 of arrays on torch."""
+    """Return x, y and sample weights of a window as tensors: Keras on torch converts arrays to float32."""
     weight = rows["mask"]
     if case["reduction"] == "sum":
-        weight = weight / weight.sum()  # a sum is a mean if the weights say so
+        weight = weight / weight.sum()  # weights that add up to 1 make a mean of a sum
     found = [rows["x"], rows["y"], weight]
     if not case["lengths"] and case["reduction"] != "sum":
         found.pop()

@@ -1,8 +1,8 @@
-"""The contract cases and their large-batch reference: plain NumPy in float64, gradients by hand.
+"""Cases of the contract and their large-batch reference: NumPy in float64, gradients by hand.
 
-`python -m tests.contract.reference` writes cases.json. A case is a training of some windows: each a list of
-micro-batches, given by their number of rows. Its data follow from formulas, so that a backend in any language
-can run it. Expected are losses and parameters of training with whole windows; no micro-batch occurs here.
+`python -m tests.contract.reference` writes cases.json. A case is a training of some windows. A window is a
+list of micro-batch sizes. The data follow from formulas, so that a backend in any language can run the case.
+The expected losses and parameters come from training on whole windows, without micro-batches.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def rows_of(case: dict[str, Any]) -> int:
 
 
 def data(case: dict[str, Any]) -> Arrays:
-    """All rows of a case: x, y and mask, with one row per sample."""
+    """Return x, y and mask of all rows of a case."""
     rows = rows_of(case)
     if case["model"] == "linear":
-        x = np.full((rows, 1), 0.0029907226562)  # 0.003 in bfloat16; y and mask are not used
+        x = np.full((rows, 1), 0.0029907226562)  # 0.003 in bfloat16; y and mask are unused
         x[0] = 1.0
         return {"x": x, "y": np.zeros(rows), "mask": np.ones(rows)}
     shape = (rows, TOKENS) if case["lengths"] else (rows,)
@@ -39,7 +39,7 @@ def data(case: dict[str, Any]) -> Arrays:
 
 
 def parameters(case: dict[str, Any]) -> Arrays:
-    """Where training starts."""
+    """Return the initial parameters."""
     if case["model"] == "linear":
         return {"w": np.zeros(1)}
     count = np.arange(FEATURES * UNITS, dtype=np.float64)
@@ -47,7 +47,7 @@ def parameters(case: dict[str, Any]) -> Arrays:
 
 
 def window_of(arrays: Arrays, case: dict[str, Any], number: int) -> Arrays:
-    """The rows of one window, without those of micro-batches that are to be left out."""
+    """Return the rows of one window, without those of the micro-batches to be left out."""
     start = sum(sum(window) for window in case["windows"][:number])
     kept: list[int] = []
     for size in case["windows"][number]:
@@ -59,10 +59,10 @@ def window_of(arrays: Arrays, case: dict[str, Any], number: int) -> Arrays:
 
 
 def loss_and_gradient(p: Arrays, rows: Arrays, background: float) -> tuple[float, Arrays]:
-    """The mean over what the mask counts, ``mean (tanh(x w) v - y)^2``, and its gradient by hand.
+    """Return the mean over masked-in tokens, ``mean (tanh(x w) v - y)^2``, and its gradient by hand.
 
-    `background` times the square of every token, counted or not, is added to the sum: with it a micro-batch
-    of weight 0 has a loss.
+    `background` times the square of every token, masked or not, is added to the sum. So a micro-batch of
+    weight 0 has a loss too.
     """
     total = rows["mask"].sum()
     if "v" not in p:
@@ -78,7 +78,7 @@ def loss_and_gradient(p: Arrays, rows: Arrays, background: float) -> tuple[float
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
-    """SGD with momentum on whole windows; a window that counts nothing makes no update."""
+    """Train by SGD with momentum on whole windows; a window of weight 0 makes no update."""
     p, arrays = parameters(case), data(case)
     velocity = {name: np.zeros_like(value) for name, value in p.items()}
     average = {name: value.copy() for name, value in p.items()}
@@ -106,7 +106,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def case(name: str, windows: list[list[int]], **changes: Any) -> dict[str, Any]:
-    """A case that differs from the plain one in `changes`."""
+    """Return the plain case with `changes`."""
     plain: dict[str, Any] = {
         "model": "tanh",
         "windows": windows,
@@ -127,7 +127,7 @@ def case(name: str, windows: list[list[int]], **changes: Any) -> dict[str, Any]:
 
 
 def cases() -> list[dict[str, Any]]:
-    """All cases, with what they expect."""
+    """Return all cases with their expected results."""
     lengths = [4, 1, 2, 0, 0, 3, 1, 4, 2, 1, 0, 3]
     empty = [4, 1, 2, 3, 0, 0, 0, 0, 2, 1, 4, 3]
     return [
@@ -175,7 +175,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 def text() -> str:
-    """What the file holds."""
+    """Return the text of cases.json."""
     return json.dumps(cases(), indent=1) + "\n"
 
 

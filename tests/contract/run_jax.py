@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """The contract on JAX: one jitted update (`value_and_grad`), and a stream (`multi_steps`)."""
 
@@ -19,14 +19,14 @@ NEVER = 10**6  # every window is ended by flush=
 
 
 def can(case: dict[str, Any], way: str) -> bool:
-    """Micro-batches inside an update are of one size but for the last."""
+    """Return True if this way can run the case: within an update only the last micro-batch may be shorter."""
     return way == "multi_steps" or all(
         len(set(window[:-1])) <= 1 and window[-1] <= window[0] for window in case["windows"]
     )
 
 
 def clipped(clip: dict[str, float]) -> optax.GradientTransformation:
-    """As PyTorch clips, with an epsilon that `optax.clip_by_global_norm` has not."""
+    """Clip as PyTorch does, with an epsilon, which `optax.clip_by_global_norm` lacks."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         factor = jnp.minimum(1.0, clip["norm"] / (optax.tree.norm(updates) + clip["epsilon"]))
@@ -80,7 +80,7 @@ class Training:
             self.average = jax.tree.map(lambda a, b: beta * a + (1 - beta) * b, self.average, self.p)
 
     def in_one(self, rows: Any, sizes: list[int]) -> None:
-        """A window in one jitted call; where it counts nothing, no update is made."""
+        """Run a window in one jitted call; a window of weight 0 makes no update."""
         size = sizes[0]
         self.calls[size] = self.calls.get(size) or jax.jit(
             value_and_grad(
@@ -91,7 +91,7 @@ class Training:
                 reduction=self.case["reduction"],
                 nonfinite=self.nonfinite if self.nonfinite != "skip_update" else "propagate",
                 stats=True,
-                check=False,  # each case is its own reference
+                check=False,  # each case is compared with its reference
             )
         )
         loss, gradient, stats = self.calls[size](self.p, rows)
@@ -100,7 +100,7 @@ class Training:
             self.update(gradient)
 
     def as_stream(self, rows: Any, sizes: list[int]) -> None:
-        """A window as micro-batches, one call each."""
+        """Run a window in one call for each micro-batch."""
         start = 0
         for number, size in enumerate(sizes):
             part = {name: array[start : start + size] for name, array in rows.items()}
@@ -110,7 +110,7 @@ class Training:
 
 
 def run(case: dict[str, Any], way: str) -> dict[str, Any]:
-    """Train; losses (None: a stream has none), updates, parameters and their average, as lists."""
+    """Train; return losses (None for a stream), updates, parameters and their average, as lists."""
     with jax.enable_x64(new_val=True):
         training = Training(case, way)
         arrays = {name: jnp.asarray(value, training.dtype) for name, value in reference.data(case).items()}

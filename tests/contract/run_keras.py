@@ -1,12 +1,12 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""The contract on Keras' three backends: each way is a backend, in a process of its own that runs all cases.
+"""The contract on Keras' three backends: each way is a backend, and one process runs all its cases.
 
 `python -m tests.contract.run_keras` runs them on the backend that KERAS_BACKEND names, and prints JSON.
 """
@@ -27,12 +27,12 @@ WAYS = ["tensorflow", "jax", "torch"]
 
 
 def can(case: dict[str, Any], way: str) -> bool:
-    """A batch is split near-equally; Keras' own losses have nothing to add to tokens without weight."""
+    """Return True if this backend can run the case: losses of Keras ignore tokens without weight."""
     return not case["background"] and importlib.util.find_spec(way) is not None
 
 
 def run(case: dict[str, Any], way: str) -> dict[str, Any]:
-    """Losses, updates, parameters and their average, from the process of this backend."""
+    """Return losses, updates, parameters and their average from the process of this backend."""
     return _all_cases(way)[case["name"]]
 
 
@@ -65,7 +65,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     arrays, row = reference.data(case), 0
     losses: list[float] = []
     average, updates = dict(start), 0
-    # Which rows are together in a micro-batch is ours to say: what is to be left out is left out row by row.
+    # superbatch chooses the micro-batches, so the rows to be left out are left out one by one.
     skips = case["nonfinite"] == "skip_microbatch"
     size = 1 if skips else max(max(sizes) for sizes in case["windows"])
     ours = accumulate(model, microbatch_size=size, nonfinite=case["nonfinite"] or "propagate")
@@ -77,7 +77,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         row += sum(sizes)
         before = updates
         ours.train_on_batch(*keras_model.batch(case, rows))
-        tracker = ours._loss_tracker  # its result is float32 on torch; its sums are not
+        tracker = ours._loss_tracker  # its result is float32 on torch, its sums are float64
         loss = float(tracker.total) / (float(tracker.count) or np.nan)
         updates = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
         losses.append(loss if updates > before else float("nan"))

@@ -1,4 +1,4 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
 """The contract on TensorFlow: `superbatch.tensorflow.Accumulator`, eager and in two graphs."""
 
@@ -29,7 +29,7 @@ def loss_of(case: dict[str, Any], p: dict[str, Any], microbatch: dict[str, Any])
 
 
 class Clipped:
-    """An optimizer that clips as PyTorch does, with an epsilon that `tf.clip_by_global_norm` has not."""
+    """Optimizer that clips as PyTorch does, with an epsilon, which `tf.clip_by_global_norm` lacks."""
 
     def __init__(self, optimizer: Any, clip: dict[str, float]) -> None:
         self.optimizer, self.clip = optimizer, clip
@@ -41,7 +41,7 @@ class Clipped:
 
 
 class Momentum(keras.optimizers.Optimizer):
-    """SGD as the reference has it; in Keras' own the rate is inside of the momentum."""
+    """SGD of the reference; in Keras' SGD the rate is inside the velocity."""
 
     def __init__(self, rates: list[float], momentum: float) -> None:
         super().__init__(learning_rate=Rates(tf.constant(rates, tf.float64)))
@@ -100,7 +100,7 @@ class Training:
 
 
 def run(case: dict[str, Any], way: str) -> dict[str, Any]:
-    """Train; losses, updates, parameters and their average, as lists."""
+    """Train; return losses, updates, parameters and their average, as lists."""
     training = Training(case, way)
     arrays = reference.data(case)
     average = {name: value.numpy().astype(np.float64) for name, value in training.p.items()}

@@ -32,13 +32,13 @@ class Model(nn.Module):
 
 
 def can(case: dict[str, Any], way: str) -> bool:
-    """A batch is split near-equally, so an unequal window has to be given as it is."""
+    """Return True if this way can run the case: "batches" splits into micro-batches of one row."""
     sizes = [size for window in case["windows"] for size in window]
     return way == "windows" or (max(sizes) == 1)
 
 
 def run(case: dict[str, Any], way: str) -> dict[str, Any]:
-    """Train; losses, updates, parameters and their average, as lists."""
+    """Train; return losses, updates, parameters and their average, as lists."""
     dtype = getattr(torch, case["dtype"])
     arrays = {name: torch.tensor(value, dtype=dtype) for name, value in reference.data(case).items()}
     model = Model(reference.parameters(case), dtype)
@@ -54,9 +54,9 @@ def run(case: dict[str, Any], way: str) -> dict[str, Any]:
         max_grad_norm=case["clip"]["norm"] if case["clip"] else None,
         scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: rates[update]),
         nonfinite=case["nonfinite"] or "raise",
-        # What "auto" does for so many micro-batches, without its message.
+        # The choice of "auto" for so many micro-batches, without its message.
         gradient_sum=torch.float32 if case["dtype"] == "bfloat16" else "auto",
-        check=max(map(max, case["windows"])) > 1,  # a micro-batch of one row cannot be cut in two
+        check=max(map(max, case["windows"])) > 1,  # a micro-batch of one row cannot be split
     )
     average = {name: value.detach().clone() for name, value in model.named_parameters()}
     losses: list[float] = []

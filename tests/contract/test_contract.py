@@ -1,7 +1,7 @@
-"""One contract, every backend: cases.json on each that is installed, against whole windows in float64.
+"""Contract of all backends: cases.json on each installed one, against whole windows in float64.
 
 A backend is a file `run_<name>.py` with `WAYS`, `can(case, way)` and `run(case, way)`. SUPERBATCH_BACKENDS
-names those that must be there (torch,jax): one that does not load then fails the run (see conftest.py).
+lists the required backends (torch,jax): the run fails if one of them does not load (see conftest.py).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ WAYS = {
 
 
 def backend(name: str) -> Any:
-    """The runner of a backend; skips where the backend is not installed."""
+    """Return the runner of a backend; skip the test if the backend is not installed."""
     packages = {"jax": ("jax", "optax")}.get(name, (name,))
     for package in packages:
         if (
             importlib.util.find_spec(package) is None
-        ):  # not imported: Keras' backends have processes of their own
+        ):  # not imported: each backend of Keras runs in its own process
             pytest.skip(f"{package} is not installed (backend {name})")
     return importlib.import_module(f"tests.contract.run_{name}")
 
 
 def check(case: dict[str, Any], got: dict[str, Any]) -> None:
-    """Losses, number of updates, parameters and their moving average, each array by itself."""
+    """Compare losses, number of updates, parameters and their moving average, each array separately."""
     expected, bound = case["expected"], case["bound"]
     assert got["updates"] == expected["updates"]
     if got["losses"] is not None and case["dtype"] == "float64":
@@ -74,7 +74,7 @@ def pairs() -> list[Any]:
 @pytest.mark.parametrize(("case", "name", "way"), pairs())
 def test_a_backend_keeps_the_contract(case: dict[str, Any], name: str, way: str) -> None:
     runner = backend(name)
-    assert WAYS[name] == runner.WAYS, "each way has its tests"
+    assert WAYS[name] == runner.WAYS, "each way has tests"
     if runner.can(case, way):
         check(case, runner.run(case, way))
 
@@ -83,11 +83,11 @@ def test_a_backend_keeps_the_contract(case: dict[str, Any], name: str, way: str)
 def test_every_case_is_run_on_every_backend(name: str) -> None:
     runner = backend(name)
     left = [case for case in CASES if not any(runner.can(case, way) for way in runner.WAYS)]
-    # A loss of Keras has nothing to add to tokens without weight.
+    # A loss of Keras ignores tokens without weight.
     assert not [case["name"] for case in left if not (name == "keras" and case["background"])]
 
 
-def test_the_file_is_what_the_reference_says() -> None:
+def test_the_file_is_up_to_date_with_the_reference() -> None:
     made = json.loads(reference.text())
     assert [case["name"] for case in made] == [case["name"] for case in CASES]
     for new, old in zip(made, CASES, strict=True):
@@ -102,7 +102,7 @@ def test_the_file_is_what_the_reference_says() -> None:
 
 @pytest.mark.parametrize("background", [0.0, 0.3])
 def test_gradients_by_hand_are_gradients(background: float) -> None:
-    """The reference's own arithmetic, against finite differences."""
+    """The gradients of the reference equal finite differences."""
     case = CASES[0]
     rows = reference.window_of(reference.data(case), case, 0)
     p = reference.parameters(case)
@@ -133,7 +133,7 @@ def test_a_wrong_result_is_rejected(change: dict[str, Any]) -> None:
         check(CASES[0], CASES[0]["expected"] | change)
 
 
-def test_a_backend_that_is_asked_for_must_load(pytester_like: Any) -> None:
+def test_a_required_backend_must_load(pytester_like: Any) -> None:
     done = pytester_like("nonsense")
     assert done.returncode != 0
     assert "SUPERBATCH_BACKENDS asks for nonsense, which does not load" in done.stderr + done.stdout
@@ -142,7 +142,7 @@ def test_a_backend_that_is_asked_for_must_load(pytester_like: Any) -> None:
 
 @pytest.fixture
 def pytester_like() -> Any:
-    """Collect one small file in a process of its own, with SUPERBATCH_BACKENDS set."""
+    """Collect one small file in a child process with SUPERBATCH_BACKENDS set."""
     import os
     import subprocess
     import sys

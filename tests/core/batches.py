@@ -1,4 +1,4 @@
-"""Batches of every structure, and the comparison of two of them; used by the tests of the batch modules."""
+"""Batches of every structure and their comparison, for the tests of splitting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N = 8  # samples of every batch of the tables
 
 
 def same(a: Any, b: Any) -> None:
-    """Raise unless two parts have the same type, dtype, structure and values."""
+    """Assert that two batches have the same type, dtype, structure and values."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype
@@ -56,7 +56,7 @@ class Pair(NamedTuple):
     label: Any
 
 
-Untyped = collections.namedtuple("Untyped", "shape data")  # an entry named "shape" makes it no array
+Untyped = collections.namedtuple("Untyped", "shape data")  # not an array, although it has an entry "shape"
 
 
 @dataclasses.dataclass
@@ -90,13 +90,13 @@ class NeedsArgument:
 
 
 class Names(list[Any]):
-    """A list type of the user's own, with an attribute."""
+    """A user-defined list type with an attribute."""
 
     language = "en"
 
 
 class Encoding(UserDict[str, Any]):
-    """What Hugging Face's BatchEncoding does: entries as attributes, `.to`, one encoding for each sample."""
+    """Imitation of Hugging Face's BatchEncoding: entries as attributes, `.to`, one encoding per sample."""
 
     def __init__(self, data: dict[str, Any], encodings: list[Any] | None = None) -> None:
         super().__init__(data)
@@ -124,7 +124,7 @@ class Encoding(UserDict[str, Any]):
 
 
 class AttributeDict(dict[str, Any]):
-    """The idiom in which entries and attributes are one dict."""
+    """A dict whose attributes are its entries."""
 
     def __init__(self, *args: Any, **entries: Any) -> None:
         super().__init__(*args, **entries)
@@ -132,7 +132,7 @@ class AttributeDict(dict[str, Any]):
 
 
 class Mirrored(OrderedDict[str, Any]):
-    """Entries are also set as attributes when it is made, as Hugging Face's ModelOutput does."""
+    """A dict that also sets its entries as attributes in __init__, as Hugging Face's ModelOutput does."""
 
     def __init__(self, **entries: Any) -> None:
         super().__init__(**entries)
@@ -165,7 +165,7 @@ class Color(enum.Enum):
     RED = 1
 
 
-Cut = Callable[[Any], Any]  # cuts one leaf; a structure made with it is what a micro-batch must be
+Cut = Callable[[Any], Any]  # slices one leaf; a structure built with it is the expected micro-batch
 
 STRUCTURES: dict[str, Callable[[Cut], Any]] = {
     "tensor": lambda cut: cut(x(3)),

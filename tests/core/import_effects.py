@@ -1,8 +1,8 @@
-"""Import every module of superbatch in this process and print what that changed, one line per thing.
+"""Import every module of superbatch in this process and print each change of global state on one line.
 
-`python -m tests.core.import_effects ROOT`, where ROOT holds superbatch/. The packages that superbatch uses
-are imported before the first look, because what they do on import (scikit-learn sets environment variables)
-is not ours.
+`python -m tests.core.import_effects ROOT`, where ROOT holds superbatch/. The dependencies of superbatch are
+imported before the first snapshot. So their own effects (scikit-learn sets environment variables) do not
+count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.core.layers import eager_modules
 
 
 def patched() -> dict[str, int]:
-    """The identity of everything in the classes of torch that a library might patch."""
+    """Return the id of each attribute of the classes of torch that a library might patch."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
@@ -38,8 +38,8 @@ def patched() -> dict[str, int]:
     return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()}
 
 
-def look() -> dict[str, Any]:
-    """Everything global that an import might change."""
+def global_state() -> dict[str, Any]:
+    """Return the global state that an import might change."""
     torch = sys.modules.get("torch")
     return {
         "random state": hash(random.getstate()),
@@ -55,7 +55,7 @@ def look() -> dict[str, Any]:
 
 
 def import_everything(root: Path) -> int:
-    """Import every module of the package below `root` whose packages are installed; how many there are."""
+    """Import every module below `root` whose dependencies are installed; return the number of modules."""
     superbatch = importlib.import_module("superbatch")
     assert Path(superbatch.__file__ or "").resolve().is_relative_to(root.resolve()), superbatch.__file__
     modules = [module.name for module in pkgutil.walk_packages(superbatch.__path__, "superbatch.")]
@@ -64,7 +64,7 @@ def import_everything(root: Path) -> int:
             continue
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError as error:  # an optional package; a missing module of ours is a mistake
+        except ModuleNotFoundError as error:  # only an optional dependency may be missing
             if (error.name or "").split(".")[0] == "superbatch":
                 raise
             print(f"left out: {name}, {error}", file=sys.stderr)
@@ -75,12 +75,12 @@ def main() -> None:
     root = Path(sys.argv[1])
     sys.path.insert(0, str(root))
     for module in sorted(eager_modules(root)):
-        with contextlib.suppress(ModuleNotFoundError):  # not installed, or not a module
+        with contextlib.suppress(ModuleNotFoundError):  # not installed, or the name of an object
             importlib.import_module(module)
-    before, seen, identities = isolation.take_snapshot(), look(), patched()
+    before, seen, identities = isolation.take_snapshot(), global_state(), patched()
     print(import_everything(root), "modules")
     print(*isolation.leaks(before, {}), sep="\n")
-    now, after = look(), patched()
+    now, after = global_state(), patched()
     print(*(f"{name}: changed" for name in seen if seen[name] != now[name]), sep="\n")
     print(*(f"{name}: patched" for name in identities if identities[name] != after.get(name)), sep="\n")
 

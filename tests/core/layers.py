@@ -1,14 +1,14 @@
-"""The checker behind test_layers.py: which part of superbatch a file belongs to, and what it may import.
+"""Checker for test_layers.py: the layer of each file of superbatch and its allowed imports.
 
     core <- torch, jax, tensorflow, keras <- integrations, testing, report <- plot, recipes <- studies <- cli
 
-The last five are the folders of `lab`, experiments on top of the library. `pytest_plugin` is above `testing`.
+The last five are folders of `lab`, experiments on top of the library. `pytest_plugin` is above `testing`.
 
 A file may import its own part and the parts of the layers below. Parts of one layer do not import each other:
 one backend never needs another backend, and a plot needs no recipe.
 
-Within `superbatch/torch/virtual` the folders are layers too, and no files of superbatch import each other in
-a circle. Imports count wherever they stand: in functions and under `if TYPE_CHECKING` too.
+The folders within `superbatch/torch/virtual` are layers too. No files of superbatch import each other in a
+circle. Imports inside functions and under `if TYPE_CHECKING` count too.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def _part(layer: int, *packages: str) -> Part:
     return Part(layer, frozenset(packages))
 
 
-HOSTS = ("accelerate", "lightning", "sentence_transformers", "transformers", "trl")  # loops of others
+HOSTS = ("accelerate", "lightning", "sentence_transformers", "transformers", "trl")  # other training loops
 PARTS = {
     "core": _part(0),
-    "torch": _part(1, "torch", "safetensors"),  # the latter for checkpoints, imported when one is written
+    "torch": _part(1, "torch", "safetensors"),  # safetensors is imported to write a checkpoint
     "jax": _part(1, "jax", "optax", "numpy"),
     "tensorflow": _part(1, "tensorflow"),
-    "keras": _part(1, "keras", "tensorflow", "jax", "torch", "numpy"),  # one step for each of its backends
+    "keras": _part(1, "keras", "tensorflow", "jax", "torch", "numpy"),  # a train step for each backend
     "integrations": _part(
         2, "torch", "accelerate", "lightning", "transformers", "trl", "sentence_transformers"
     ),
     "testing": _part(2, "torch"),
-    "pytest_plugin": _part(3, "pytest"),  # loaded by every run of pytest, so that it may not load torch
+    "pytest_plugin": _part(3, "pytest"),  # every run of pytest loads it, so it must not import torch
     "report": _part(2, "jinja2"),
     "plot": _part(3, "matplotlib", "numpy"),
     "recipes": _part(3, "torch", "sklearn", "numpy", "PIL"),
@@ -55,12 +55,12 @@ PARTS = {
 
 
 VIRTUAL = "superbatch.torch.virtual"
-FOLDERS = ("ir", "rules", "run", "trace", "ranks")  # from the lowest; files beside them are above them
+FOLDERS = ("ir", "rules", "run", "trace", "ranks")  # lowest first; files outside the folders are above them
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import as written: where it stands, and the full name of what it asks for."""
+    """One import statement: its place and the full name of the imported module or object."""
 
     file: Path
     line: int
@@ -68,7 +68,7 @@ class Import:
 
 
 def part_of(module: str) -> str:
-    """The part that a module of superbatch (full dotted name) belongs to."""
+    """Return the part of superbatch that contains a module (full dotted name)."""
     names = module.split(".")
     assert names[0] == "superbatch"
     if names[1:2] == ["__main__"]:
@@ -79,13 +79,13 @@ def part_of(module: str) -> str:
 
 
 def module_name(file: Path, root: Path) -> str:
-    """The dotted name of a file below `root` (the folder that holds superbatch/)."""
+    """Return the dotted name of a file below `root` (the folder that holds superbatch/)."""
     names = list(file.relative_to(root).with_suffix("").parts)
     return ".".join(names[:-1] if names[-1] == "__init__" else names)
 
 
 def _dynamic(call: ast.Call) -> str | None:
-    """The name asked for by `import_module("name")` or `__import__("name")`; None for any other call."""
+    """Return the name in `import_module("name")` or `__import__("name")`; None for any other call."""
     function = call.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
     if name not in ("import_module", "__import__", "find_spec") or not call.args:
@@ -95,7 +95,7 @@ def _dynamic(call: ast.Call) -> str | None:
 
 
 def imports_of(file: Path, root: Path) -> Iterator[Import]:
-    """Every import in the file, those inside functions and under `if TYPE_CHECKING` included."""
+    """Return every import of a file, also inside functions and under `if TYPE_CHECKING`."""
     package = module_name(file, root).split(".")
     if file.name != "__init__.py":
         package = package[:-1]
@@ -106,7 +106,7 @@ def imports_of(file: Path, root: Path) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             full = ".".join([*base, *([node.module] if node.module else [])])
-            for alias in node.names:  # `from . import torch` asks for superbatch.torch
+            for alias in node.names:  # `from . import torch` imports superbatch.torch
                 yield Import(
                     file, node.lineno, f"{full}.{alias.name}" if full.startswith("superbatch") else full
                 )
@@ -117,7 +117,7 @@ def imports_of(file: Path, root: Path) -> Iterator[Import]:
 
 
 def wrong(found: Import, root: Path) -> str | None:
-    """Why the import may not stand where it stands, or None."""
+    """Return the reason why the import is not allowed, or None."""
     here = part_of(module_name(found.file, root))
     where = f"{found.file.relative_to(root)}:{found.line} ({here})"
     package = found.name.split(".")[0]
@@ -132,7 +132,7 @@ def wrong(found: Import, root: Path) -> str | None:
 
 
 def check(root: Path) -> list[str]:
-    """One sentence per import of superbatch/ below `root` that goes the wrong way."""
+    """Return one sentence for each forbidden import of superbatch/ below `root`."""
     files = sorted((root / "superbatch").rglob("*.py"))
     assert files, f"no package superbatch in {root}"
     answers = (wrong(found, root) for file in files for found in imports_of(file, root))
@@ -140,7 +140,7 @@ def check(root: Path) -> list[str]:
 
 
 def _folder(module: str) -> int | None:
-    """The place among `FOLDERS` of a module in virtual/; None outside."""
+    """Return the index in `FOLDERS` of a module in virtual/; None outside."""
     if module != VIRTUAL and not module.startswith(f"{VIRTUAL}."):
         return None
     name = module.removeprefix(VIRTUAL).removeprefix(".").split(".")[0]
@@ -148,7 +148,7 @@ def _folder(module: str) -> int | None:
 
 
 def upward_in_virtual(root: Path) -> list[str]:
-    """One sentence per import in superbatch/torch/virtual that goes to a folder above its own."""
+    """Return one sentence for each import in superbatch/torch/virtual from a folder above its own."""
     found: list[str] = []
     for file in sorted((root / "superbatch/torch/virtual").rglob("*.py")):
         here = _folder(module_name(file, root))
@@ -160,7 +160,7 @@ def upward_in_virtual(root: Path) -> list[str]:
 
 
 def _graph(root: Path) -> dict[str, set[str]]:
-    """For each module of superbatch the modules whose files it imports from."""
+    """Map each module of superbatch to the modules that it imports."""
     files = {module_name(file, root): file for file in sorted((root / "superbatch").rglob("*.py"))}
 
     def holder(name: str) -> str:
@@ -175,7 +175,7 @@ def _graph(root: Path) -> dict[str, set[str]]:
 
 
 def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
-    """Modules that a module imports, directly or by way of others."""
+    """Return the modules that a module imports, directly or indirectly."""
     reached: set[str] = set()
     todo = list(graph[start])
     while todo:
@@ -187,7 +187,7 @@ def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def circles(root: Path) -> list[set[str]]:
-    """The largest sets of modules in which each one imports every other, directly or by way of others."""
+    """Return the maximal sets of modules that all import each other, directly or indirectly."""
     graph = _graph(root)
     reached = {module: _reached(graph, module) for module in graph}
     found: list[set[str]] = []
@@ -198,7 +198,7 @@ def circles(root: Path) -> list[set[str]]:
 
 
 def eager_modules(root: Path) -> set[str]:
-    """Modules beyond the standard library that a file asks for when it is imported (not in a function).
+    """Return the modules outside the standard library that a file imports at module level.
 
     `from scipy import stats` gives both `scipy` and `scipy.stats`, whether or not the second is a module.
     """

@@ -1,4 +1,4 @@
-"""Tests of batches, the controller and AdaScale, by simulated gradients whose truth is known."""
+"""Norm and cosine tests, the batch controller and AdaScale, on simulated gradients of known noise scale."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0, 4.0])
-def test_the_cosine_of_two_halves_is_as_expected(ratio: float) -> None:
-    """.833, .333 and .111; in d dimensions the expectation is short of it by O(1/d) relatively."""
+def test_the_cosine_of_two_halves_has_the_expected_mean(ratio: float) -> None:
+    """Expected: .833, .333 and .111; in d dimensions the mean is lower by a relative O(1/d)."""
     random, d, runs = np.random.default_rng(1), 4000, 400
     signal = np.zeros(d)
     signal[0] = 1.0
-    # Of the whole batch tr Cov = ratio; a half batch has twice that.
+    # tr Cov is `ratio` for the batch, and twice that for half a batch.
     halves = signal + random.normal(0, math.sqrt(2 * ratio / d), (2, runs, d))
     cosines = (
         (halves[0] * halves[1]).sum(1) / np.linalg.norm(halves[0], axis=1) / np.linalg.norm(halves[1], axis=1)
     )
     mean, error = mean_and_error(cosines)
     assert abs(mean - expected_cosine(ratio)) < 4 * error + 4 / d
-    assert abs(mean - 1 / (1 + ratio)) > 10 * error, "a mutant: as if each half had the batch's noise"
+    assert abs(mean - 1 / (1 + ratio)) > 10 * error, "the mutant: each half has the noise of the batch"
 
 
 @given(st.floats(1e-3, 1e3))
-def test_cosine_and_ratio_are_one_statement(ratio: float) -> None:
+def test_cosine_test_and_norm_test_are_equivalent(ratio: float) -> None:
     assert ratio_at_cosine(expected_cosine(ratio)) == pytest.approx(ratio, rel=1e-9)
     cosine = expected_cosine(ratio)
     tested = cosine_test(noise(1000.0), cosine=cosine)
@@ -74,7 +74,7 @@ def test_cosine_and_ratio_are_one_statement(ratio: float) -> None:
 
 
 def test_the_naive_norm_test_passes_whatever_the_noise() -> None:
-    """Noise 7.3 times the signal: K = 2 passes the naive test with theta = 1, and not the unbiased one."""
+    """Noise 7.3 times the signal, K = 2, theta = 1: the naive test passes, the unbiased test fails."""
     random, d, ratio = np.random.default_rng(2), 1000, 7.3
     signal = np.zeros(d)
     signal[0] = 1.0
@@ -85,14 +85,14 @@ def test_the_naive_norm_test_passes_whatever_the_noise() -> None:
     variance, signals = (np.array([part[i] for part in parts]) for i in (1, 0))
     naive = variance.mean() / b2.mean()
     assert naive == pytest.approx(naive_ratio(ratio), abs=0.01)
-    assert naive < 1, "it passes"
+    assert naive < 1, "the naive test passes"
     mean, error = mean_and_error(signals)
     assert abs(mean - 1) < 4 * error
     assert variance.mean() / mean == pytest.approx(ratio, rel=4 * error / mean + 0.02)
     assert not norm_test(noise(ratio * 100.0)).passed
 
 
-def test_what_is_not_determined_is_not_judged() -> None:
+def test_an_undetermined_noise_scale_gives_no_verdict() -> None:
     assert norm_test(noise(None)).passed is None
     assert cosine_test(noise(None), cosine=0.5).value is None
     for cosine in (0.0, 1.0, -0.1):
@@ -109,7 +109,7 @@ def test_a_batch_of_the_noise_scale_just_passes() -> None:
 
 
 class Gradients:
-    """Micro-batches of `b` samples with |G|^2 = 1 and a noise scale of T samples, in d directions."""
+    """Gradients of micro-batches of `b` samples: |G|^2 = 1, a noise scale of T samples, d dimensions."""
 
     def __init__(self, noise_scale: float, *, b: int, d: int = 50, seed: int = 0) -> None:
         self.random, self.b, self.d = np.random.default_rng(seed), b, d
@@ -136,19 +136,19 @@ def test_the_controller_finds_the_noise_scale_and_stays_unbiased(scale: float) -
         ks.append(steps(update))
         along.append(gradients.window(ks[-1])[0])
     settled = np.array(ks[200:])
-    # The meter remembers 19 windows: a few per cent of spread here, and a little above by the ceiling.
+    # The average spans 19 windows, so the length varies by a few per cent; ceil() rounds it up.
     assert 0.9 * scale / 8 < np.median(settled) < 1.3 * scale / 8
     assert all(after <= 2 * before and before <= 2 * after for before, after in pairwise(ks))
     moved = sum(after != before for before, after in pairwise(ks))
     assert all(abs(after - before) > 0.1 * before for before, after in pairwise(ks) if after != before)
-    assert moved > 10, "premise: it goes on deciding"
+    assert moved > 10, "premise: it continues to decide"
     mean, error = mean_and_error(np.array(along))
-    assert abs(mean - 1) < 4 * error, "predictable windows leave the mean unbiased"
+    assert abs(mean - 1) < 4 * error, "windows of predictable length leave the mean unbiased"
     assert error < 0.03
 
 
 class Holding(Controller):
-    """A mutant, the rule before: nothing moves until a value is named."""
+    """A mutant: the length stays until the noise scale is determined."""
 
     def propose(self, noise: Noise | None) -> int:
         return self.steps if noise is None or not noise.determined else super().propose(noise)
@@ -167,11 +167,11 @@ def lengths(kind: type[Controller], gradients: Gradients, updates: int) -> list[
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("scale", [400.0, 3200.0], ids=["50 steps are ideal", "400 steps are ideal"])
 def test_windows_too_short_to_show_the_signal_grow_until_they_do(scale: float, seed: int) -> None:
-    """At 400 ideal steps the rule before stayed at 4 in 11 of 12 runs for 200 updates."""
+    """The mutant stays below 8 steps where 400 are ideal."""
     found = lengths(Controller, Gradients(scale, b=8, seed=seed), 400)
-    assert max(found[:40]) > 8, "it leaves the start"
+    assert max(found[:40]) > 8, "the length grows from its start"
     assert 0.85 < np.median(found[200:]) * 8 / scale < 1.2
-    assert max(found) * 8 < 1.8 * scale, "and does not run away"
+    assert max(found) * 8 < 1.8 * scale, "the length does not explode"
     if scale == 3200.0:
         assert np.mean(lengths(Holding, Gradients(scale, b=8, seed=seed), 80)) < 8
 
@@ -186,7 +186,7 @@ def test_noise_of_few_directions_does_not_make_windows_run_away(d: int) -> None:
 
 
 def until(gradients: Gradients, most: int = 64) -> tuple[np.ndarray, int]:
-    """Stop inside the window when noise over signal is estimated below 1: the sum, and how many."""
+    """End the window when the estimated noise is below the signal; return the gradient sum and the length."""
     micro: list[np.ndarray] = []
     while True:
         micro.append(gradients.signal + gradients.random.normal(0, gradients.sd, gradients.d))
@@ -201,7 +201,7 @@ def until(gradients: Gradients, most: int = 64) -> tuple[np.ndarray, int]:
 
 @pytest.mark.parametrize(("d", "least_bias"), [(1, 0.2), (5, 0.1), (100, 0.005)])
 def test_stopping_inside_a_window_biases_the_mean_and_not_the_sum(d: int, least_bias: float) -> None:
-    """Wald: E[sum of K gradients] = E[K] G. The noise has d directions; the fewer, the worse for the mean."""
+    """Wald: E[sum of K gradients] = E[K] G. The mean is biased, most in few dimensions d."""
     gradients = Gradients(40.0, b=8, d=d, seed=4)
     ended = [until(gradients) for _ in range(4000)]
     sums, counts = np.array([s[0] for s, _ in ended]), np.array([k for _, k in ended])
@@ -210,17 +210,17 @@ def test_stopping_inside_a_window_biases_the_mean_and_not_the_sum(d: int, least_
     assert abs(mean) < 4 * error, "the sum is unbiased"
     assert error / counts.mean() < 0.02
     biased, error = mean_and_error(sums / counts)
-    assert biased - 1 > max(least_bias, 4 * error), "the mean is not"
+    assert biased - 1 > max(least_bias, 4 * error), "the mean is biased"
 
 
-def test_nothing_known_holds() -> None:
+def test_an_undetermined_noise_scale_keeps_the_length() -> None:
     known: list[Noise | None] = [None, noise(None), noise(800.0), noise(None), noise(800.0)]
     asked = iter(known)
     steps = Controller(lambda: next(asked), microbatch=10, start=8, most=100)
     assert [steps(update) for update in range(6)] == [8, 8, 8, 16, 16, 32]
 
 
-def test_without_a_value_the_nearer_end_of_the_interval_is_aimed_at() -> None:
+def test_without_a_value_the_target_is_the_nearer_end_of_the_interval() -> None:
     open_ended = replace(noise(None), low=200.0)
     bounded = replace(noise(None), low=100.0, high=300.0)
     for known, start, expected in (
@@ -233,7 +233,7 @@ def test_without_a_value_the_nearer_end_of_the_interval_is_aimed_at() -> None:
 
 
 def test_a_controller_that_does_not_hold_would_explode() -> None:
-    """A mutant: an undetermined scale taken for an infinite one."""
+    """A mutant that treats an undetermined noise scale as infinite."""
 
     class Mutant(Controller):
         def propose(self, noise: Noise | None) -> int:
@@ -245,13 +245,13 @@ def test_a_controller_that_does_not_hold_would_explode() -> None:
     assert [each[-1] for each in lengths] == [4, 512]
 
 
-def test_small_changes_are_not_made() -> None:
+def test_small_changes_are_ignored() -> None:
     scales = iter([105.0, 95.0, 89.0, 111.0])
     steps = Controller(lambda: noise(next(scales)), microbatch=1, start=100)
     assert [steps(update) for update in range(5)] == [100, 100, 100, 89, 111]
 
 
-def test_bounds_hold() -> None:
+def test_the_length_stays_within_its_bounds() -> None:
     steps = Controller(lambda: noise(1.0), microbatch=10, start=8, least=3, most=8)
     assert [steps(update) for update in range(4)] == [8, 4, 3, 3]
     steps = Controller(lambda: noise(1e9), microbatch=10, start=8, least=3, most=20)
@@ -260,7 +260,7 @@ def test_bounds_hold() -> None:
         Controller(lambda: None, microbatch=1, start=1, least=2)
 
 
-def test_an_update_is_decided_once_and_windows_take_it() -> None:
+def test_the_length_of_an_update_is_decided_once() -> None:
     asked = []
 
     def now() -> Noise:
@@ -269,7 +269,7 @@ def test_an_update_is_decided_once_and_windows_take_it() -> None:
 
     steps = Controller(now, microbatch=10, start=5)
     assert [steps(3), steps(3), steps(3)] == [10, 10, 10]
-    assert len(asked) == 1, "update 3 is not the first: it was decided, once"
+    assert len(asked) == 1, "update 3 is decided once, although it is not the first"
     steps = Controller(now, microbatch=10, start=5)
     assert [len(window) for window in windows(range(50), steps)] == [5, 10, 20, 15]
 
@@ -280,7 +280,7 @@ def test_rank_0_decides() -> None:
     assert [steps(update) for update in range(3)] == [8, 7, 9]
 
 
-def test_a_controller_goes_on_after_a_restart() -> None:
+def test_a_controller_resumes_from_its_state() -> None:
     def scales() -> Iterator[Noise]:
         yield from (noise(100.0 * 2**i) for i in range(8))
 
@@ -294,7 +294,7 @@ def test_a_controller_goes_on_after_a_restart() -> None:
                 state = steps.state_dict()
                 steps = Controller(lambda: next(source), microbatch=10, start=4)
                 steps.load_state_dict(state)
-                assert steps(update) == lengths[-1], "the window in flight keeps its length"
+                assert steps(update) == lengths[-1], "the open window keeps its length"
         return lengths
 
     assert run(None) == run(0) == run(3)
@@ -303,7 +303,7 @@ def test_a_controller_goes_on_after_a_restart() -> None:
 
 
 def test_adascale_follows_the_schedule_of_the_base_batch() -> None:
-    """On the base batch nothing changes; with a larger one the same schedule takes fewer updates."""
+    """The base batch keeps its rate; a larger batch completes the same schedule in fewer updates."""
 
     def rate(tau: float) -> float:
         return 0.1 if tau < 100 else 0.01
@@ -324,14 +324,14 @@ def test_adascale_follows_the_schedule_of_the_base_batch() -> None:
     assert updates == math.ceil(150 / gain(8, 500.0 / 32)) == 27
 
 
-def test_adascale_takes_the_least_gain_where_little_is_known() -> None:
+def test_adascale_takes_the_least_gain_within_the_interval() -> None:
     adascale = AdaScale(lambda tau: 1.0, 32)
     assert adascale.rate(128, None) == 1.0
     assert adascale.rate(128, noise(None)) == gain(4, 40.0 / 32)
     assert AdaScale(lambda tau: 1.0, 32, power=0.5).rate(128, 96.0) == pytest.approx(math.sqrt(gain(4, 3.0)))
 
 
-def test_adascale_goes_on_after_a_restart() -> None:
+def test_adascale_resumes_from_its_state() -> None:
     first = AdaScale(lambda tau: 1 / (1 + tau), 32)
     first.rate(128, 96.0)
     first.advance()
@@ -348,7 +348,7 @@ def test_adascale_goes_on_after_a_restart() -> None:
     "wrong",
     [{"steps": None}, {"steps": "x"}, {"steps": 0}, {"steps": math.nan}, {"update": -2}, {"update": None}],
 )
-def test_a_controller_that_is_not_whole_is_refused_and_nothing_changes(wrong: dict[str, object]) -> None:
+def test_an_incomplete_state_is_refused_and_changes_nothing(wrong: dict[str, object]) -> None:
     steps = Controller(lambda: noise(80.0), microbatch=10, start=4)
     whole = steps.state_dict()
     with pytest.raises(
@@ -361,8 +361,8 @@ def test_a_controller_that_is_not_whole_is_refused_and_nothing_changes(wrong: di
 
 
 @pytest.mark.parametrize("known", [None, noise(1000.0)])
-def test_a_controller_resumed_with_other_bounds_keeps_to_them(known: Noise | None) -> None:
-    """The window in flight keeps its length; the next is within the bounds, however small the change."""
+def test_a_resumed_controller_obeys_new_bounds(known: Noise | None) -> None:
+    """The open window keeps its length; the next is within the bounds, even after a small change."""
     saved = Controller(lambda: known, microbatch=10, start=100)
     saved(0)
     for least, most, expected in ((1, 95, 95), (105, 200, 105), (1, 8, 8)):

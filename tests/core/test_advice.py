@@ -1,4 +1,4 @@
-"""Does accumulation pay? The closed form against a search, the verdict against its definition."""
+"""Advice on accumulation: the closed form against a search, the verdict against its definition."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ positive = st.floats(1e-3, 1e3)
 
 
 @given(noise=st.floats(1, 1e6), batch=st.integers(1, 4096), micro=positive, update=positive)
-def test_the_best_steps_are_where_the_time_is_least(
+def test_the_best_number_of_steps_minimizes_the_time(
     noise: float, batch: int, micro: float, update: float
 ) -> None:
     best = best_steps(noise=noise, batch=batch, microbatch_seconds=micro, update_seconds=update)
@@ -70,7 +70,7 @@ def test_free_updates_never_pay() -> None:
         (0.99, 1.01, "undetermined"),
     ],
 )
-def test_the_verdict_is_about_the_whole_range(low: float, high: float, verdict: str) -> None:
+def test_the_verdict_holds_over_the_whole_range(low: float, high: float, verdict: str) -> None:
     assert judge(low, high) == verdict
 
 
@@ -81,7 +81,7 @@ def test_the_verdict_is_about_the_whole_range(low: float, high: float, verdict: 
     batch=st.integers(1, 1000),
     update=st.floats(0, 10),
 )
-def test_the_range_holds_everything_that_the_noise_scale_may_be(
+def test_the_range_covers_every_possible_noise_scale(
     noise: float, spread: float, k: int, batch: int, update: float
 ) -> None:
     known = NoiseRange(noise, noise / spread, noise * spread)
@@ -113,13 +113,13 @@ def test_the_verdicts_of_one_device_and_of_a_cluster() -> None:
     assert "10.5 times as long as a micro-batch" in cluster.reason
 
 
-def test_ranks_count_as_samples_and_not_as_time() -> None:
+def test_ranks_add_samples_and_no_time() -> None:
     one = advise(microbatch_size=32, accumulation_steps=4, noise=500.0, times=CLUSTER)
     eight = advise(microbatch_size=4, ranks=8, accumulation_steps=4, noise=500.0, times=CLUSTER)
     assert one.steps == eight.steps
 
 
-def test_without_a_noise_scale_it_is_undetermined_and_says_so() -> None:
+def test_no_noise_scale_gives_the_verdict_undetermined() -> None:
     report = advise(microbatch_size=32, accumulation_steps=16, noise=None, times=ALONE)
     assert report.verdict == "undetermined"
     assert "not determined" in report.reason
@@ -127,10 +127,10 @@ def test_without_a_noise_scale_it_is_undetermined_and_says_so() -> None:
     low = advise(
         microbatch_size=32, accumulation_steps=16, noise=NoiseRange(None, 1e6, math.inf), times=CLUSTER
     )
-    assert low.verdict == "helps", "a lower end may be enough"
+    assert low.verdict == "helps", "a lower end may suffice"
 
 
-def test_an_interval_without_an_upper_end_is_never_wasteful() -> None:
+def test_an_unbounded_interval_is_never_wasteful() -> None:
     report = advise(
         microbatch_size=32, accumulation_steps=64, noise=NoiseRange(None, 1e-6, math.inf), times=ALONE
     )
@@ -153,7 +153,7 @@ def full() -> Advice:
     return replace(report, notes=("A note.",))
 
 
-def test_everything_that_was_promised_is_said() -> None:
+def test_the_text_contains_every_number_and_caveat() -> None:
     report = full()
     text = " ".join(
         "\n".join(
@@ -184,7 +184,7 @@ def test_everything_that_was_promised_is_said() -> None:
     assert "one piece" not in plain(memory_table(small))
 
 
-def test_the_report_is_written_and_read() -> None:
+def test_the_report_survives_a_json_round_trip() -> None:
     report = full()
     assert from_json(Advice, to_json(report)) == report
     unbounded = advise(microbatch_size=1, accumulation_steps=2, noise=None, times=ALONE)
@@ -201,14 +201,14 @@ def test_the_report_is_written_and_read() -> None:
         ({"times": Times(microbatch=1.0, update=math.nan)}, "update=nan is not a time in seconds"),
     ],
 )
-def test_numbers_that_cannot_be(change: dict[str, object], message: str) -> None:
+def test_impossible_numbers_are_refused(change: dict[str, object], message: str) -> None:
     arguments = {"microbatch_size": 8, "accumulation_steps": 4, "noise": 100.0, "times": ALONE} | change
     with pytest.raises(InputError, match=message):
         advise(**arguments)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_verdict_by_the_estimate_alone_would_be_overconfident() -> None:
-    """A mutant: the point instead of the range calls it wasteful where three times the noise would help."""
+    """A mutant that uses the estimate, not its range: "wasteful", although accumulation may help."""
     times = Times(microbatch=1.0, update=0.5)
     report = advise(microbatch_size=32, accumulation_steps=8, noise=300.0, times=times)
     point = report.of_asked.time
@@ -232,7 +232,7 @@ def of_models(*scales: float | None) -> tuple[NoiseOfModel, ...]:
     )
 
 
-def test_models_of_adam_are_shown_and_widen_the_range_where_they_lie_beyond() -> None:
+def test_models_of_adam_widen_the_range_if_they_lie_outside() -> None:
     plain = NoiseRange(100.0, 80.0, 130.0)
 
     def ask(*scales: float | None) -> Advice:
@@ -270,7 +270,7 @@ def test_models_of_adam_are_shown_and_widen_the_range_where_they_lie_beyond() ->
     assert from_json(Advice, to_json(far)) == far
 
 
-def test_a_model_that_is_not_determined_is_said_to_be_and_widens_nothing() -> None:
+def test_an_undetermined_model_is_reported_and_widens_nothing() -> None:
     known = NoiseRange(100.0, 80.0, 130.0)
     options = {"microbatch_size": 32, "accumulation_steps": 8, "noise": known, "times": ALONE}
     report = advise(**options, models=of_models(100.0, 200.0, None))  # pyright: ignore[reportArgumentType]

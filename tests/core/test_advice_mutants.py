@@ -1,6 +1,6 @@
-"""Wrong rules, schedules and advice, each of which the other tests must reject.
+"""Wrong rules, schedules and advice: a test of the other files must fail for each.
 
-Without these nobody knows whether those tests can fail. A mutant is patched in, and one of the tests is run.
+Each case patches in one mutant and runs one test, to show that this test can fail.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Patch = pytest.MonkeyPatch
 
 
 def inner(test: Any) -> Callable[..., None]:
-    """A test without hypothesis around it: the examples are given here."""
+    """Return a test without its hypothesis decorator; this file gives the examples."""
     return test.hypothesis.inner_test
 
 
@@ -50,13 +50,13 @@ def weight_decay_as_it_was(patch: Patch) -> None:
 
 def square_root_for_sgd(patch: Patch) -> None:
     patch.setattr(scaling, "rate_factor", lambda optimizer, rule, kappa, ratio: math.sqrt(kappa))
-    test_scaling.test_linear_scaling_keeps_the_course_of_sgd(16)
+    test_scaling.test_linear_scaling_keeps_the_trajectory_of_sgd(16)
 
 
 def rounding_left_alone(patch: Patch) -> None:
     patch.setattr(growing.GrowingBatch, "rate", lambda self, update: 1.0)
     made = grow_batch(test_growing.cosine(2000), batch=24, microbatch=16, dataset=800)
-    inner(test_growing.test_every_update_has_the_temperature_that_was_asked_for)(
+    inner(test_growing.test_every_update_has_the_scheduled_temperature)(
         (made, test_growing.cosine(2000), 800)
     )
 
@@ -64,7 +64,9 @@ def rounding_left_alone(patch: Patch) -> None:
 def tails_taken_for_whole_windows(patch: Patch) -> None:
     patch.setattr(growing.GrowingBatch, "_left_in_epoch", lambda self, samples: math.inf)
     made = grow_batch(test_growing.cosine(2000), batch=32, microbatch=16, dataset=808)
-    inner(test_growing.test_samples_are_those_of_real_windows)((made, test_growing.cosine(2000), 808))
+    inner(test_growing.test_the_schedule_counts_samples_of_real_windows)(
+        (made, test_growing.cosine(2000), 808)
+    )
 
 
 def the_batch_of_the_inverse_rate(patch: Patch) -> None:
@@ -73,7 +75,7 @@ def the_batch_of_the_inverse_rate(patch: Patch) -> None:
     patch.setattr(
         growing.GrowingBatch, "_target_batch", lambda self, seen: self.batch**2 / wanted(self, seen)
     )
-    test_growing.test_forms_of_the_paper()
+    test_growing.test_exact_and_approximate_formula_of_the_paper()
 
 
 def best_steps_without_the_root(patch: Patch) -> None:
@@ -81,16 +83,16 @@ def best_steps_without_the_root(patch: Patch) -> None:
         return update_seconds / microbatch_seconds * noise / batch
 
     patch.setattr(test_advice, "best_steps", mutant)
-    inner(test_advice.test_the_best_steps_are_where_the_time_is_least)(1600.0, 64, 0.1, 0.4)
+    inner(test_advice.test_the_best_number_of_steps_minimizes_the_time)(1600.0, 64, 0.1, 0.4)
 
 
 def no_systematic_error(patch: Patch) -> None:
     patch.setattr(advice, "SYSTEMATIC", 1.0)
-    inner(test_advice.test_the_range_holds_everything_that_the_noise_scale_may_be)(500.0, 2.0, 8, 32, 0.5)
+    inner(test_advice.test_the_range_covers_every_possible_noise_scale)(500.0, 2.0, 8, 32, 0.5)
 
 
 def samples_for_free(patch: Patch) -> None:
-    """Only throughput counts: then accumulation never loses."""
+    """Count only throughput, so that accumulation never loses."""
 
     def mutant(k: float, *, microbatch_seconds: float, update_seconds: float, **_: Any) -> float:
         return (microbatch_seconds + update_seconds / k) / (microbatch_seconds + update_seconds)
@@ -101,12 +103,12 @@ def samples_for_free(patch: Patch) -> None:
 
 def no_bound_on_changes(patch: Patch) -> None:
     patch.setattr(adaptive, "FACTOR", 1000)
-    test_adaptive.test_nothing_known_holds()
+    test_adaptive.test_an_undetermined_noise_scale_keeps_the_length()
 
 
 def every_change_made(patch: Patch) -> None:
     patch.setattr(adaptive, "CHANGE", 0.0)
-    test_adaptive.test_small_changes_are_not_made()
+    test_adaptive.test_small_changes_are_ignored()
 
 
 def the_naive_test(patch: Patch) -> None:
@@ -116,7 +118,7 @@ def the_naive_test(patch: Patch) -> None:
 
 def cosine_of_whole_batches(patch: Patch) -> None:
     patch.setattr(test_adaptive, "expected_cosine", lambda ratio: 1 / (1 + ratio))
-    test_adaptive.test_the_cosine_of_two_halves_is_as_expected(1.0)
+    test_adaptive.test_the_cosine_of_two_halves_has_the_expected_mean(1.0)
 
 
 def progress_by_updates(patch: Patch) -> None:

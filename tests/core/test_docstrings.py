@@ -11,7 +11,7 @@ QUESTION_WORDS = {"what", "which", "whether", "who", "how", "where", "when", "is
 
 
 def questions(root: Path) -> Iterator[str]:
-    """Places and first lines of the docstrings below `root` that begin with a question word."""
+    """Return places and first lines of the docstrings below `root` that begin with a question word."""
     for file in sorted(root.glob("superbatch/**/*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,4 +1,4 @@
-"""Programs that are forked run as in a `python` of their own, and know nothing of each other."""
+"""A forked program runs as in a fresh `python`, isolated from other programs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ sys.exit(3)
 """
 
 
-def test_a_program_is_what_python_would_run(tmp_path: Path) -> None:
-    """Arguments, folder, environment, streams and exit code."""
+def test_a_forked_program_equals_a_python_process(tmp_path: Path) -> None:
+    """Compare arguments, folder, environment, streams and exit code."""
     environment = {**os.environ, "MINE": "yes"}
     done = forked.run(["-c", SAYS, "a", 1], folder=tmp_path, environment=environment)
     plain = subprocess.run(
@@ -39,7 +39,7 @@ def test_a_program_is_what_python_would_run(tmp_path: Path) -> None:
     assert plain.returncode == 3 and "yes" in plain.stdout
 
 
-def test_modules_and_files_are_run_by_their_names(tmp_path: Path) -> None:
+def test_a_module_and_a_file_run(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text("import sys, beside; print(__name__, sys.argv[1:], beside.X)\n")
     (tmp_path / "beside.py").write_text("X = 5\n")
@@ -57,7 +57,7 @@ def test_warnings_are_filtered_as_python_does() -> None:
     assert (spared.returncode, spared.stdout, spared.stderr) == (0, "on\n", "")
 
 
-def test_what_one_program_changes_no_other_sees() -> None:
+def test_changes_of_one_program_are_invisible_to_others() -> None:
     code = "import os, sys; print('L' in os.environ, hasattr(sys, 'l')); os.environ['L'] = 'x'; sys.l = 1"
     assert [forked.run(["-c", code]).stdout for _ in range(2)] == ["False False\n"] * 2
 
@@ -71,13 +71,13 @@ def test_a_program_that_hangs_is_killed() -> None:
         assert program.returncode == -signal.SIGKILL
 
 
-def test_several_run_at_once_and_hear_interrupts() -> None:
+def test_programs_run_concurrently_and_receive_interrupts() -> None:
     waits = "import time; print('ready', flush=True); time.sleep(60)"
     with Forked(["-c", waits], merged=True) as one, Forked(["-c", waits], session=True) as other:
         for program in (one, other):
             while not program.output()[0]:
                 assert program.poll() is None
-            time.sleep(0.2)  # until it sleeps: Python may lose an interrupt in a finalizer before
+            time.sleep(0.2)  # wait until it sleeps: before, Python may lose an interrupt in a finalizer
             os.kill(program.pid, signal.SIGINT)
         assert "KeyboardInterrupt" in one.finish(10)[0]
         assert "KeyboardInterrupt" in other.finish(10)[1]
@@ -85,7 +85,7 @@ def test_several_run_at_once_and_hear_interrupts() -> None:
 
 
 @pytest.mark.skipif(not fork_server.FORKS, reason="elsewhere each program is started anew")
-def test_torch_is_there_already_and_its_threads_are_not() -> None:
+def test_torch_is_preloaded_without_its_threads() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     code = "import os, sys; print('torch' in sys.modules, len(os.listdir('/proc/self/task')))"
     assert forked.run(["-c", code]).stdout == "True 1\n"

@@ -1,4 +1,4 @@
-"""Growing batches: every update has the temperature asked for, and the loss takes the same course."""
+"""Growing batches: each update has the scheduled temperature, and the loss is that of a decaying rate."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def schedules(draw: st.DrawFn) -> tuple[GrowingBatch, Any, int]:
 
 
 @given(schedules())
-def test_every_update_has_the_temperature_that_was_asked_for(made: tuple[GrowingBatch, Any, int]) -> None:
+def test_every_update_has_the_scheduled_temperature(made: tuple[GrowingBatch, Any, int]) -> None:
     schedule, factor, dataset = made
     cap = max(schedule.cap.samples, schedule.batch, schedule.microbatch)
     for update in range(schedule.updates(3 * dataset)):
@@ -59,8 +59,8 @@ def test_every_update_has_the_temperature_that_was_asked_for(made: tuple[Growing
 
 
 @given(schedules())
-def test_samples_are_those_of_real_windows(made: tuple[GrowingBatch, Any, int]) -> None:
-    """Epochs with tails: windows over a real loader are as long as the schedule says."""
+def test_the_schedule_counts_samples_of_real_windows(made: tuple[GrowingBatch, Any, int]) -> None:
+    """Each window over a loader whose epochs have tails is as long as the schedule predicts."""
     schedule, _, dataset = made
     update = seen = 0
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_samples_are_those_of_real_windows(made: tuple[GrowingBatch, Any, int]) 
 
 
 def test_without_absorbed_rounding_the_temperature_would_be_off() -> None:
-    """A mutant: the rate left at 1. Rounding to micro-batches alone is up to a third off."""
+    """A mutant keeps the rate at 1: rounding to micro-batches shifts the temperature by up to a third."""
     schedule = grow_batch(cosine(10_000), batch=96, microbatch=64, largest=960)
     asked = [cosine(10_000)(schedule.samples(update)) for update in range(schedule.updates(9000))]
     naive = [schedule.batch / schedule.batch_of(update) for update in range(len(asked))]
@@ -85,8 +85,8 @@ def test_without_absorbed_rounding_the_temperature_would_be_off() -> None:
     assert max(abs(b / a - 1) for a, b in zip(asked, exact, strict=True)) < 1e-12
 
 
-def test_forms_of_the_paper() -> None:
-    """f = 0.008, N = 50 000, B = 512: 28 197 samples exactly, 64 000 (more than there are) approximately."""
+def test_exact_and_approximate_formula_of_the_paper() -> None:
+    """f = 0.008, N = 50 000, B = 512: exactly 28 197 samples; approximately 64 000, more than N."""
 
     def factor(seen: float) -> float:
         return 0.008 if seen else 1.0
@@ -101,7 +101,7 @@ def test_forms_of_the_paper() -> None:
 
 
 def run(schedule: GrowingBatch | None, factor: Any, *, batch: int, samples: int, adam: bool = False) -> Any:
-    """Losses at the ends of three phases and the number of updates, by exact second moments.
+    """Return the losses at the ends of three phases and the number of updates, by exact second moments.
 
     SGD (rate 0.1 at first) on curvatures 1, 0.3 and 0.1, noise of variance 1 / batch.
     """
@@ -120,19 +120,19 @@ def run(schedule: GrowingBatch | None, factor: Any, *, batch: int, samples: int,
 
 
 @pytest.mark.parametrize("momentum", [None, (0.0, 0.0)])
-def test_phases_end_at_the_loss_of_the_decayed_rate_in_fewer_updates(momentum: Any) -> None:
+def test_phases_reach_the_loss_of_the_decayed_rate_in_fewer_updates(momentum: Any) -> None:
     factor = staircase(20_000, 0.2)
     schedule = grow_batch(factor, batch=8, microbatch=8, momentum=momentum)
     decayed, many = run(None, factor, batch=8, samples=60_000)
     grown, few = run(schedule, factor, batch=8, samples=60_000)
-    assert decayed[0] > 2 * decayed[1] > 4 * decayed[2], "premise: each phase cools"
+    assert decayed[0] > 2 * decayed[1] > 4 * decayed[2], "premise: each phase lowers the noise"
     for ours, theirs in zip(grown, decayed, strict=True):
         assert ours == pytest.approx(theirs, rel=0.08)
     assert few == pytest.approx(many * (1 + 0.2 + 0.04) / 3, rel=0.01)
 
 
-def test_a_batch_that_does_not_grow_is_not_as_cool() -> None:
-    """A mutant: neither rate nor batch changes."""
+def test_a_constant_batch_ends_at_a_higher_loss() -> None:
+    """A mutant that changes neither rate nor batch."""
     factor = staircase(20_000, 0.2)
     decayed, _ = run(None, factor, batch=8, samples=60_000)
     still, _ = run(None, lambda seen: 1.0, batch=8, samples=60_000)
@@ -146,7 +146,7 @@ def test_adam_cools_by_the_square_root() -> None:
     assert schedule.beta2(0.999, 100) == 0.999**4
 
 
-def test_momentum_is_made_up_for_by_the_batch() -> None:
+def test_the_batch_compensates_for_a_change_of_momentum() -> None:
     schedule = grow_batch(cosine(1e6), batch=64, microbatch=64, dataset=100_000, momentum=(0.9, 0.98))
     assert (schedule(0), schedule.momentum, schedule.batch) == (5, 0.98, pytest.approx(320))
     assert any("averages over 0.16 epochs" in each for each in schedule.limits)
@@ -176,7 +176,7 @@ def noise(high: float) -> Noise:
     )
 
 
-def test_the_upper_end_of_the_noise_scale_is_a_cap_where_there_is_one() -> None:
+def test_a_finite_upper_end_of_the_noise_scale_is_a_cap() -> None:
     grown = grow_batch(staircase(640, 0.5), batch=64, microbatch=32, noise=noise(480.0))
     assert max(grown(update) for update in range(100)) == 15
     assert grown.cap.by == "the upper end of the noise scale"
@@ -216,7 +216,7 @@ def test_batches_for_a_loader_of_samples() -> None:
         ({"factor": lambda seen: math.nan}, "nan at sample 0"),
     ],
 )
-def test_what_cannot_grow_is_said(change: dict[str, Any], message: str) -> None:
+def test_impossible_growth_is_an_error(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"factor": cosine(1000), "batch": 64, "microbatch": 32} | change
     with pytest.raises(InputError, match=message):
         grow_batch(arguments.pop("factor"), **arguments)

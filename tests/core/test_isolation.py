@@ -1,4 +1,4 @@
-"""The fixtures of conftest.py find what a test leaves behind, and change it back."""
+"""Fixtures of conftest.py detect and restore global state that a test has changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Path:
-    """A folder with our conftest.py, for tests that run in a process of their own."""
+    """Folder with the project's conftest.py, for tests in a child process."""
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "conftest.py", tmp_path)
     shutil.copy(ROOT / "tests" / "isolation.py", tmp_path / "tests")
@@ -25,7 +25,7 @@ def suite(tmp_path: Path) -> Path:
 
 
 def run(suite: Path, code: str) -> str:
-    """What pytest prints for a file of tests."""
+    """Run pytest on a file of tests and return its output."""
     (suite / "test_it.py").write_text(code, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no"],
@@ -37,7 +37,7 @@ def run(suite: Path, code: str) -> str:
     return done.stdout
 
 
-# A test that leaves something behind, what the next test must not see of it, and what the failure says.
+# Each leak: the code of a test, the condition that the next test asserts, and the failure message.
 LEAKS = [
     (
         "os.environ['PLANTED'] = '1'",
@@ -84,13 +84,13 @@ TORCH_LEAKS = [
 
 
 def check_leaks(suite: Path, imports: str, leaks: list[tuple[str, str, str]]) -> None:
-    """Run pairs of tests in one process: each leak fails its test, and the next test sees nothing of it."""
+    """Run pairs of tests in one process: each leak fails its test, and the next test has a clean state."""
     pairs = [
         f"def test_leak_{number}():\n    {leak}\ndef test_next_{number}():\n    assert {clean}\n"
         for number, (leak, clean, _) in enumerate(leaks)
     ]
     printed = run(suite, imports + "".join(pairs))
-    # The body of each test passes; its leak is an error of its teardown.
+    # The body of each test passes; its teardown reports the leak as an error.
     assert f"{2 * len(leaks)} passed, {len(leaks)} errors" in printed, printed
     for number, (_, _, message) in enumerate(leaks):
         assert f"ERROR test_it.py::test_leak_{number}" in printed
@@ -102,17 +102,17 @@ def test_a_leak_fails_its_test_and_no_other(suite: Path) -> None:
 
 
 @needs_torch
-def test_torch_is_left_as_it_was(suite: Path) -> None:
+def test_settings_of_torch_are_restored(suite: Path) -> None:
     check_leaks(suite, "import torch\nfrom torch import distributed as d\n", TORCH_LEAKS)
 
 
 @needs_torch
-def test_a_test_that_imports_torch_itself_is_held_to_its_defaults(suite: Path) -> None:
+def test_the_first_import_of_torch_is_compared_with_its_defaults(suite: Path) -> None:
     printed = run(suite, "def test_leak():\n    import torch\n    torch.set_grad_enabled(False)\n")
     assert "1 passed, 1 error" in printed
 
 
-def test_what_is_put_back_or_ends_in_time_is_no_leak(suite: Path) -> None:
+def test_restored_state_and_short_threads_are_no_leak(suite: Path) -> None:
     code = """
 import os, threading, time
 

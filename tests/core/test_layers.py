@@ -1,4 +1,4 @@
-"""Imports go down only, the core is the standard library alone, and an import changes nothing."""
+"""Imports go to lower layers, the core needs only the standard library, imports have no side effects."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ EFFECTS = "tests.core.import_effects"
 
 
 def python(code: str) -> list[str]:
-    """Run `code` in a fresh interpreter that finds superbatch in the working tree; the words it prints."""
+    """Run `code` in a fresh interpreter with superbatch of the working tree; return the printed words."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
 def new_packages(statement: str, *, after: str = "pass") -> set[str]:
-    """Top-level packages beyond the standard library that `statement` loads, once `after` has run."""
+    """Return the top-level third-party packages that `statement` loads after `after` has run."""
     code = f"""
 import sys
 {after}
@@ -36,7 +36,7 @@ print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
 
 @pytest.fixture(scope="module")
 def skeleton(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of the package, all empty (to read them costs a second), to plant mistakes in."""
+    """Make a copy of the package with empty files, to plant mistakes in."""
     folder = tmp_path_factory.mktemp("skeleton")
     shutil.copytree(
         ROOT / "superbatch",
@@ -60,7 +60,7 @@ def test_imports_go_down_only() -> None:
 
 def test_imports_between_the_folders_of_virtual_go_down_only() -> None:
     folders = {file.parent.name for file in (ROOT / "superbatch/torch/virtual").glob("*/*.py")}
-    assert folders == set(layers.FOLDERS), "the premise: each folder has its place"
+    assert folders == set(layers.FOLDERS), "the premise: each folder has a rank"
     found = layers.upward_in_virtual(ROOT)
     assert not found, "\n".join(found)
 
@@ -104,12 +104,12 @@ def test_import_superbatch_tensorflow_imports_tensorflow_and_nothing_else() -> N
 
 
 def effects(root: Path) -> list[str]:
-    """The number of modules of the package below `root`, then what importing them changes."""
+    """Return the number of modules below `root`, then the changes that importing them makes."""
     done = subprocess.run(
         [sys.executable, "-m", EFFECTS, root], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    print(done.stderr)  # which modules were left out, for want of an optional package
+    print(done.stderr)  # modules left out because an optional package is missing
     return [line for line in done.stdout.splitlines() if line]
 
 
@@ -120,7 +120,7 @@ def test_importing_every_module_changes_nothing() -> None:
     assert not found, "\n".join(found)
 
 
-# Each checker must be able to fail: a mistake is planted, and has to be found.
+# The checkers can fail: each test plants a mistake, and the checker must find it.
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_importing_every_module_changes_nothing() -> None:
 )
 def test_a_planted_import_is_found(skeleton: Path, file: str, code: str, message: str) -> None:
     planted = skeleton / "superbatch" / file
-    assert not planted.exists(), "the premise: what is found is the plant"
+    assert not planted.exists(), "the premise: the message names the planted import"
     planted.write_text(code + "\n", encoding="utf-8")
     try:
         found = layers.check(skeleton)
@@ -207,7 +207,7 @@ def test_a_planted_circle_is_found(tmp_path: Path, back: str) -> None:
     codes = {"first": "from .second import x", "second": "from . import third", "third": "", "fourth": back}
     for name, code in codes.items():
         (package / f"{name}.py").write_text(code + "\n", encoding="utf-8")
-    assert layers.circles(tmp_path) == [], "the premise: without the way back there is none"
+    assert layers.circles(tmp_path) == [], "the premise: without the second import there is no circle"
     (package / "third.py").write_text(back + "\n", encoding="utf-8")
     assert layers.circles(tmp_path) == [{f"superbatch.torch.{name}" for name in ("first", "second", "third")}]
 
@@ -228,7 +228,7 @@ def test_a_planted_effect_is_found(tmp_path: Path, code: str, message: str) -> N
 
 
 def test_planted_effects_on_torch_are_found(tmp_path: Path) -> None:
-    """All in one process, for to load torch takes long; each is another line of what is found."""
+    """All effects are planted in one process, because importing torch is slow; each gives its own line."""
     pytest.importorskip("torch", reason="torch is not installed")
     plants = {
         "torch.manual_seed(1)": "random state of torch: changed",
@@ -236,14 +236,14 @@ def test_planted_effects_on_torch_are_found(tmp_path: Path) -> None:
         "torch.set_num_threads(torch.get_num_threads() + 1)": "torch, number of threads: ",
         "torch.Tensor.backward = lambda self: None": "Tensor.backward: patched",
     }
-    assert effects_of("import torch", tmp_path) == [], "the premise: to import torch is no effect"
+    assert effects_of("import torch", tmp_path) == [], "the premise: importing torch is not an effect"
     found = effects_of("import torch\n" + "\n".join(plants), tmp_path)
     assert len(found) == len(plants), found
     assert all(any(line.startswith(message) for line in found) for message in plants.values()), found
 
 
 def effects_of(code: str, folder: Path) -> list[str]:
-    """What is found of a package that consists of this code."""
+    """Return the changes found for a package with this code."""
     package = folder / "superbatch"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").touch()

@@ -35,11 +35,11 @@ REPORT = MemoryReport(
 )
 
 
-def test_json_and_back() -> None:
+def test_json_round_trip() -> None:
     assert from_json(MemoryReport, to_json(REPORT)) == REPORT
 
 
-def test_text_says_all_sizes_predicted_or_measured() -> None:
+def test_text_marks_each_size_as_predicted_or_measured() -> None:
     rows = [line.split() for line in REPORT.lines() if line[:1].isdigit()]
     assert rows == [
         ["8", "30.0", "MiB", "backward", "31.0", "MiB"],

@@ -1,4 +1,4 @@
-"""The noise scale: estimators against known truths, its interval, and mutants that must fail."""
+"""The noise scale: estimators against known values, its interval, and mutants that must fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIGNAL, VARIANCE = 0.5, 50.0  # |G|^2, T
 def windows(
     count: int, sizes: tuple[int, ...], *, seed: int, signal: float = SIGNAL, variance: float = VARIANCE
 ) -> np.ndarray:
-    """Micro-batch gradients (window, micro-batch, dimension) with mean G and covariance S / n_i."""
+    """Draw micro-batch gradients (window, micro-batch, dimension) with mean G and covariance S / n_i."""
     normal = np.random.default_rng(seed)
     mean = np.full(DIMENSIONS, math.sqrt(signal / DIMENSIONS))
     noise = normal.standard_normal((count, len(sizes), DIMENSIONS)) * math.sqrt(variance / DIMENSIONS)
@@ -44,7 +44,7 @@ def windows(
 
 
 def scalars(gradients: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """A2, b2 of each window, and Q."""
+    """Return A2 and b2 of each window, and Q."""
     squares = (gradients**2).sum(-1)
     batch = (weights[:, None] * gradients).sum(1)
     return (weights**2 * squares).sum(-1), (batch**2).sum(-1), float((weights**2).sum())
@@ -58,7 +58,7 @@ WEIGHTS = [(0.8, 0.15, 0.05), (0.2, 0.3, 0.5), (1 / 3, 1 / 3, 1 / 3)]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_both_parts_are_unbiased_for_unequal_weights_and_sizes(weights: tuple[float, ...]) -> None:
+def test_signal_and_variance_are_unbiased_for_unequal_weights_and_sizes(weights: tuple[float, ...]) -> None:
     a2, b2, q = scalars(windows(20_000, SIZES, seed=1), np.array(weights))
     found = [estimate(a, b, q) for a, b in zip(a2.tolist(), b2.tolist(), strict=True)]
     of_batch = VARIANCE / effective_samples(weights, SIZES)
@@ -67,7 +67,7 @@ def test_both_parts_are_unbiased_for_unequal_weights_and_sizes(weights: tuple[fl
 
 
 def test_mutant_the_usual_formula_with_mean_sizes_is_biased() -> None:
-    """McCandlish's two-batch formula with b_small = mean(n_i): what the check above must be able to see."""
+    """The test above would reject McCandlish's two-batch formula with b_small = mean(n_i)."""
     weights = np.array(SIZES) / sum(SIZES)
     gradients = windows(20_000, SIZES, seed=1)
     small = (gradients**2).sum(-1).mean(1)
@@ -77,7 +77,7 @@ def test_mutant_the_usual_formula_with_mean_sizes_is_biased() -> None:
     assert abs(z(((small - big) / (1 / b - 1 / total)).tolist(), VARIANCE)) > 20
 
 
-def test_the_homogeneous_form_is_the_analysis_of_variance_and_scatters_less() -> None:
+def test_the_homogeneous_form_equals_anova_and_has_less_spread() -> None:
     weights = np.array(SIZES) / sum(SIZES)
     gradients = windows(4000, SIZES, seed=2)
     a2, b2, q = scalars(gradients, weights)
@@ -124,7 +124,7 @@ def test_linear_regression_has_the_analytic_noise_scale() -> None:
 
 
 def run(ratio: Callable[[list[Estimate]], float]) -> float:
-    """A noise scale of 100, in windows of K = 2 micro-batches of 4, by some way to average."""
+    """Estimate a noise scale of 100 by one kind of average, from windows of two micro-batches of 4."""
     gradients = windows(20_000, (4, 4), seed=4, signal=0.5, variance=50)
     a2, b2, q = scalars(gradients, np.array([0.5, 0.5]))
     return 8 * ratio([estimate(a, b, q) for a, b in zip(a2.tolist(), b2.tolist(), strict=True)])
@@ -151,10 +151,10 @@ def test_a_ratio_of_means_is_right_and_its_mutants_are_not() -> None:
 
 
 def test_the_meter_takes_the_ratio_of_debiased_means() -> None:
-    """Against weights written out; nothing is clamped, though single windows come out negative."""
+    """Compare with explicit weights; negative signals of single windows are not clamped."""
     normal = random.Random(5).gauss
     found = [Estimate(normal(0.5, 2), normal(3, 2)) for _ in range(30)]
-    assert min(one.signal for one in found) < 0 < min(30, 1), "the premise: a signal came out negative"
+    assert min(one.signal for one in found) < 0 < min(30, 1), "the premise: a signal is negative"
     samples = [float(8 + i % 3) for i in range(30)]
     meter = NoiseMeter(beta=0.9)
     for one, n in zip(found, samples, strict=True):
@@ -168,7 +168,7 @@ def test_the_meter_takes_the_ratio_of_debiased_means() -> None:
     assert noise.signal == pytest.approx(omega @ y, rel=1e-12)
     assert noise.effective_windows == pytest.approx(1 / (omega @ omega), rel=1e-12)
     assert noise.samples_per_window == pytest.approx(omega @ np.array(samples), rel=1e-12)
-    dx, dy = np.diff(x, prepend=x[1]), np.diff(y, prepend=y[1])  # the second difference stands for the first
+    dx, dy = np.diff(x, prepend=x[1]), np.diff(y, prepend=y[1])  # the second difference replaces the first
     squares = omega**2
     s_xx, s_yy, s_xy = (float(squares @ (a * b)) / 2 for a, b in ((dx, dx), (dy, dy), (dx, dy)))
     n = 1 / squares.sum()
@@ -179,7 +179,7 @@ def test_the_meter_takes_the_ratio_of_debiased_means() -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_the_meter_covers_while_the_gradient_shrinks(decay: float) -> None:
-    """The signal falls by exp(-decay) with each window; the truth is the ratio of its averages."""
+    """The signal falls by exp(-decay) per window; the true value is the ratio of the averages."""
     runs, count, beta = 400, 80, 0.95
     weights, fall = np.full(4, 0.25), np.exp(-decay * np.arange(count))
     omega = beta ** np.arange(count - 1, -1, -1.0)
@@ -221,7 +221,7 @@ def test_the_quantile_is_scipys(probability: float, freedom: float) -> None:
 def test_fieller_covers(
     sizes: tuple[int, ...], count: int, least_unbounded: float, most_unbounded: float
 ) -> None:
-    """95 % asked for; 93 % less two standard deviations of the count of 600 runs is the bound."""
+    """The interval is for 95 %; the bound is 93 % minus two standard deviations of the count in 600 runs."""
     weights, runs = np.full(len(sizes), 1 / len(sizes)), 600
     n = sum(sizes)
     covered = unbounded = delta = 0
@@ -240,10 +240,10 @@ def test_fieller_covers(
     assert covered / runs >= 0.93 - 2 * math.sqrt(0.95 * 0.05 / runs)
     assert least_unbounded <= unbounded / runs <= most_unbounded
     if least_unbounded:
-        assert delta / runs < 0.93, "the mutant: a delta-method interval, which always ends"
+        assert delta / runs < 0.93, "the mutant: a delta-method interval is always bounded"
 
 
-def test_a_signal_that_is_not_there_has_no_number() -> None:
+def test_a_zero_signal_gives_no_value() -> None:
     a2, b2, q = scalars(windows(100, (8,) * 4, seed=6, signal=0.0), np.full(4, 0.25))
     meter = NoiseMeter()
     for a, b in zip(a2.tolist(), b2.tolist(), strict=True):
@@ -251,12 +251,12 @@ def test_a_signal_that_is_not_there_has_no_number() -> None:
     noise = meter.estimate()
     assert (noise.batch_size, noise.high, noise.determined) == (None, math.inf, False)
     assert noise.reason == "signal not distinguishable from noise"
-    assert noise.low > 32, "what is known is that it is not small"
+    assert noise.low > 32, "the noise scale is known to be large"
     assert from_json(Noise, to_json(noise)) == noise
 
 
 def test_a_signal_below_zero_beyond_chance_is_explained() -> None:
-    """Drawn without replacement from few data, |g|^2 has less noise in it; data_size puts that right."""
+    """Draws without replacement from few data lower the noise in |g|^2; data_size corrects this."""
     generator = np.random.default_rng(7)
     data = generator.standard_normal((40, DIMENSIONS))
     data -= data.mean(0)  # at the minimum: no signal at all
@@ -275,7 +275,7 @@ def test_a_signal_below_zero_beyond_chance_is_explained() -> None:
     assert noise.ratio == pytest.approx(truth * (1 / 32 - 1 / 40) / 0.02, rel=0.15)
 
 
-def test_groups_are_summed_before_they_are_divided() -> None:
+def test_groups_are_summed_before_the_ratio() -> None:
     meter = NoiseMeter()
     for i in range(10):
         meter.add({"a": Estimate(4.0 + 0.1 * (-1) ** i, 1.0), "b": Estimate(1.0, 9.0)}, samples=10)
@@ -286,7 +286,7 @@ def test_groups_are_summed_before_they_are_divided() -> None:
     assert noise.signal == pytest.approx(a.signal + b.signal)
 
 
-def test_too_few_windows_are_no_number() -> None:
+def test_too_few_windows_give_no_value() -> None:
     meter = NoiseMeter()
     for i in range(7):
         meter.add({"all": Estimate(1.0 + 0.01 * i, 1.0)}, samples=8)
@@ -298,7 +298,7 @@ def test_too_few_windows_are_no_number() -> None:
     assert meter.estimate().determined
 
 
-def test_a_saved_meter_goes_on_bit_for_bit() -> None:
+def test_a_saved_meter_resumes_bit_for_bit() -> None:
     normal = random.Random(8).gauss
     found = [Estimate(normal(1, 1), normal(3, 1)) for _ in range(40)]
     one, two = NoiseMeter(0.95), NoiseMeter(0.95)
@@ -317,7 +317,7 @@ def test_a_saved_meter_goes_on_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     "change", [{"windows": None}, {"total": [1.0, 2.0]}, {"groups": [1]}, {"groups": {"a": [1.0]}}]
 )
-def test_a_saved_average_that_is_damaged_changes_nothing(change: dict[str, Any]) -> None:
+def test_a_damaged_state_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
     saved, meter = NoiseMeter(), NoiseMeter()
     for _ in range(3):
         saved.add({"a": Estimate(1.0, 2.0)}, samples=8)
@@ -332,7 +332,7 @@ def test_a_saved_average_that_is_damaged_changes_nothing(change: dict[str, Any])
 
 
 @pytest.mark.parametrize("beta", [1e-20, 0.05, 0.33])
-def test_an_average_of_hardly_more_than_one_window_has_no_interval(beta: float) -> None:
+def test_an_average_over_fewer_than_two_windows_has_no_interval(beta: float) -> None:
     meter = NoiseMeter(beta)
     for number in range(20):
         meter.add({"a": Estimate(2.0 + number % 3, 3.0)}, samples=8)
@@ -362,8 +362,8 @@ def test_wrong_input_is_refused() -> None:
         noise_over_run([], batch_size=8)
 
 
-def test_the_mean_over_a_run_predicts_its_waste() -> None:
-    """Samples to make the same progress at another batch: the sum over stretches, and one mean for all."""
+def test_the_mean_noise_scale_of_a_run_predicts_its_samples() -> None:
+    """Samples for the same progress with another batch: the sum over stretches equals one mean for all."""
     scales, samples, batch, other = [50.0, 400.0, 2000.0], [1000.0, 3000.0, 6000.0], 64.0, 1024.0
     progress = [n / (1 + batch / b) for n, b in zip(samples, scales, strict=True)]
     needed = sum(p * (1 + other / b) for p, b in zip(progress, scales, strict=True))
@@ -371,7 +371,7 @@ def test_the_mean_over_a_run_predicts_its_waste() -> None:
     assert sum(progress) * (1 + other / mean) == pytest.approx(needed, rel=1e-12)
 
 
-def test_the_best_number_of_micro_batches_is_where_the_formula_says() -> None:
+def test_the_formula_gives_the_best_number_of_micro_batches() -> None:
     options = {
         "noise": 900.0,
         "microbatch_size": 8,

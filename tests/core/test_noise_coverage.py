@@ -1,4 +1,4 @@
-"""Coverage of the noise scale's interval by simulation, and how often a value is named that is far off."""
+"""Simulated coverage of the noise scale's interval, and the rate of estimates that are far off."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = 32
 
 
 def errors(rng: np.random.Generator, shape: tuple[int, ...], tail: str) -> np.ndarray:
-    """Noise of variance 1: normal, with heavy tails, or 10 times as large in one micro-batch of 100."""
+    """Draw noise of variance 1: normal, with heavy tails, or 10 times larger in one micro-batch of 100."""
     if tail == "t(3)":
         return rng.standard_t(3, shape) / math.sqrt(3)
     found = rng.standard_normal(shape)
@@ -39,7 +39,7 @@ def draw(
     tail: str = "normal",
     lasting: float = 0.0,
 ) -> tuple[list[float], list[float]]:
-    """Unbiased variance of one sample and signal of each window; the noise scale is `batches` windows."""
+    """Draw unbiased variance and signal of each window; the noise scale is `batches` windows."""
     e = errors(rng, (windows, k, D), tail) * np.sqrt(SPECTRUM * k / BATCH)
     for t in range(1, windows if lasting else 1):
         e[t] = lasting * e[t - 1] + math.sqrt(1 - lasting**2) * e[t]
@@ -77,7 +77,7 @@ CASES: Mapping[str, tuple[dict[str, Any], float]] = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", list(CASES))
 def test_the_interval_covers(case: str) -> None:
-    """95 % is meant; each bound allows 2 to 3 standard errors of 300 runs, and what science leaves open."""
+    """The interval is for 95 %; the bounds allow 2 to 3 standard errors, and known errors of the method."""
     setting, least = CASES[case]
     truth = BATCH * setting.get("batches", 1.0)
     rng = np.random.default_rng(1)
@@ -88,10 +88,10 @@ def test_the_interval_covers(case: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "most"), [({"k": 2, "tail": "rare"}, 0.85), ({"lasting": 0.8}, 0.6)], ids=["rare", "lasting"]
 )
-def test_without_the_two_corrections_it_does_not(
+def test_without_the_two_corrections_the_interval_does_not_cover(
     setting: dict[str, Any], most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutant: independent windows, and no window to come."""
+    """The mutant assumes independent windows and no future window."""
     monkeypatch.setattr("superbatch.noise.interval.TO_COME", 0.0)
     monkeypatch.setattr("superbatch.noise.interval.NO_CORRELATION", math.inf)
     rng = np.random.default_rng(1)
@@ -101,20 +101,20 @@ def test_without_the_two_corrections_it_does_not(
 
 @pytest.mark.parametrize(("batches", "windows"), [(10, 50), pytest.param(10, 200, marks=pytest.mark.slow)])
 def test_a_weak_signal_gives_a_bound_and_no_value(batches: int, windows: int) -> None:
-    """Where the signal is weak, a value is named only when it came out too large, so that it is too low."""
+    """A weak signal gives a value only if its estimate is too large; the noise scale is then too low."""
     rng = np.random.default_rng(2)
     found = [ratio(rng, batches=float(batches), windows=windows) for _ in range(300)]
     truth = BATCH * batches
     off = [one.batch_size is not None and one.batch_size < truth / 2 for one in found]
     ends = [math.isfinite(one.high) and one.variance / one.signal < truth / 2 for one in found]
     assert np.mean(off) <= 0.04
-    assert windows != 50 or np.mean(ends) > 0.06  # the mutant: named where the interval ends
+    assert windows != 50 or np.mean(ends) > 0.06  # the mutant gives a value if the interval is bounded
     assert np.mean([one.low <= truth for one in found]) >= 0.94
     bounds = [one for one in found if one.batch_size is None and math.isfinite(one.high)]
     assert bounds[0].reason == "signal too uncertain for a value"
 
 
-def test_a_strong_signal_is_named() -> None:
+def test_a_strong_signal_gives_a_value() -> None:
     rng = np.random.default_rng(3)
     assert np.mean([ratio(rng, batches=1.0).batch_size is not None for _ in range(100)]) > 0.95
 

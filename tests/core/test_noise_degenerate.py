@@ -1,4 +1,4 @@
-"""Losses and gradients that leave nothing to divide by: the same everywhere, copies, tiny or huge numbers."""
+"""Degenerate losses and gradients: constants, copies, tiny or huge numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ K = 8
 
 
 def judged(windows: Iterable[np.ndarray]) -> Independence:
-    """Verdict on the losses of micro-batches, by a test that is saved and loaded on the way."""
+    """Return the verdict on losses of micro-batches; the test is saved and loaded in between."""
     test, share = IndependenceTest(), np.full(K, 1 / K)
     for each in windows:
         off = share * (each - test.centre)
@@ -37,15 +37,15 @@ def windows(rng: np.random.Generator, *, shared: float = 0.5, noise: float = 0.3
 
 
 @pytest.mark.parametrize("count", [4, 5, 6, 7, 40])
-def test_losses_that_differ_by_rounding_alone_at_first_do_not_outweigh_all_that_follow(count: int) -> None:
-    """A last layer that begins with zeros: every loss is log 10, up to its last bits."""
+def test_first_losses_that_differ_only_by_rounding_do_not_dominate(count: int) -> None:
+    """A last layer initialized with zeros: every loss is log 10 up to rounding."""
     rng = np.random.default_rng(0)
     alike = math.log(10) * (1 + 1e-16 * rng.standard_normal((count, K)))
     assert judged([*alike, *windows(rng)]).verdict == "shared"
     assert judged([*alike, *windows(rng, shared=0.0)]).verdict is None
 
 
-def test_noise_that_begins_with_a_rate_of_almost_nothing_is_judged() -> None:
+def test_noise_that_starts_almost_at_zero_gets_a_verdict() -> None:
     rng = np.random.default_rng(1)
     warming = [windows(rng, noise=1e-7 * t)[0] for t in range(10)]
     assert judged([*warming, *windows(rng)]).verdict == "shared"
@@ -53,7 +53,7 @@ def test_noise_that_begins_with_a_rate_of_almost_nothing_is_judged() -> None:
 
 
 @pytest.mark.parametrize("rest", [600, 30_000])
-def test_a_rest_without_any_spread_changes_nothing_of_the_verdict(rest: int) -> None:
+def test_later_losses_without_spread_keep_the_verdict(rest: int) -> None:
     rng = np.random.default_rng(2)
     before, after = windows(rng), windows(rng)
     found = judged([*before, *[np.full(K, 1.5)] * rest, *after])
@@ -61,13 +61,13 @@ def test_a_rest_without_any_spread_changes_nothing_of_the_verdict(rest: int) -> 
     assert found.ratio == pytest.approx(judged([*before, *after]).ratio, rel=0.05)
 
 
-def test_micro_batches_that_are_copies_are_called_shared_and_name_no_noise_scale() -> None:
-    """Without the verdict the value would be 0 samples, with an interval from 0 to 0."""
+def test_copied_micro_batches_are_called_shared_and_give_no_noise_scale() -> None:
+    """Without the verdict the noise scale would be 0 samples, with the interval [0, 0]."""
     rng, meter = np.random.default_rng(3), NoiseMeter()
     for _ in range(100):
         loss = float(rng.standard_normal())
         meter.add({"a": Estimate(1.0 + 0.01 * loss, 0.0)}, samples=10)
-        meter.add_losses(2 + loss, float(rng.normal(0, 1e-17)))  # what rounding leaves of a spread
+        meter.add_losses(2 + loss, float(rng.normal(0, 1e-17)))  # spread from rounding
     noise = meter.estimate()
     assert noise.independence is not None
     assert (noise.independence.verdict, noise.independence.ratio) == ("shared", math.inf)
@@ -77,8 +77,8 @@ def test_micro_batches_that_are_copies_are_called_shared_and_name_no_noise_scale
     assert from_json(Noise, to_json(noise)) == noise
 
 
-def test_spread_that_comes_out_negative_is_nothing_to_compare_with() -> None:
-    """A heavy micro-batch whose loss is always higher, while losses fall: no verdict without a text."""
+def test_negative_estimates_of_the_spread_give_no_verdict() -> None:
+    """One heavy micro-batch always has the higher loss while losses fall."""
     test, loss, shares = IndependenceTest(), 100.0, np.array([0.9, 0.1])
     rng = np.random.default_rng(4)
     test.add(loss, 1.0)
@@ -105,7 +105,7 @@ def test_losses_of_any_size_leave_finite_sums(size: float) -> None:
 
 @pytest.mark.parametrize("size", [1e80, 1e60, 1e-60, 1e-90])
 def test_an_interval_does_not_depend_on_the_unit_of_the_loss(size: float) -> None:
-    """At 1e80 and 1e-90 it was a single point, for fourth powers over- or underflow."""
+    """Fourth powers of 1e80 and 1e-90 over- or underflow."""
     squares = {"s_xx": 0.01 * size**2, "s_yy": 0.01 * size**2, "s_xy": 0.001 * size**2}
     found = fieller(10 * size, 2 * size, **squares, quantile=2.0)
     assert found == pytest.approx(fieller(10.0, 2.0, s_xx=0.01, s_yy=0.01, s_xy=0.001, quantile=2.0))

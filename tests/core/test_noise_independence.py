@@ -1,4 +1,4 @@
-"""Error rates and power of the test that micro-batches are independent draws, and what its verdict does."""
+"""Test for independent micro-batches: error rates, power, and effect of the verdict on the estimate."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def losses(
     noise: Callable[[int], float] = lambda _: 0.3,
     weights: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Losses of micro-batches that share a part of their variance, and their weights."""
+    """Draw losses of micro-batches that share a fraction of their variance; return losses and weights."""
 
     def draw(shape: tuple[int, int]) -> np.ndarray:
         if tail == "t(3)":
@@ -62,7 +62,7 @@ def losses(
 
 
 def window(each: np.ndarray, w: np.ndarray, centre: float) -> tuple[float, float]:
-    """Mean loss of a window, and the variance of it that its micro-batches explain."""
+    """Return the mean loss of a window and its variance as estimated from the micro-batches."""
     q, off = float((w * w).sum()), float((w * (each - centre)).sum())
     return centre + off, estimate(float(((w * (each - centre)) ** 2).sum()), off * off, q).variance
 
@@ -89,8 +89,8 @@ INDEPENDENT: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", list(INDEPENDENT))
-def test_independent_micro_batches_are_seldom_called_otherwise(case: str) -> None:
-    """In 300 runs 0 % were called shared, and 1.3 % even after 61 windows, 0.3 % after 200."""
+def test_independent_micro_batches_are_seldom_called_shared_or_even(case: str) -> None:
+    """Measured in 300 runs: 0 % "shared"; "even" 1.3 % after 61 windows, 0.3 % after 200."""
     rng = np.random.default_rng(3)
     for windows, most in ((61, 0.04), (200, 0.02)):
         found = [judged(rng, windows, **INDEPENDENT[case]).verdict for _ in range(150)]
@@ -99,7 +99,7 @@ def test_independent_micro_batches_are_seldom_called_otherwise(case: str) -> Non
 
 
 @pytest.mark.slow
-def test_no_look_along_a_run_calls_independent_micro_batches_otherwise() -> None:
+def test_repeated_tests_in_a_run_seldom_reject_independence() -> None:
     rng, said = np.random.default_rng(5), 0
     for _ in range(100):
         test, (found, w) = IndependenceTest(), losses(rng, 1500)
@@ -132,8 +132,8 @@ def test_shared_and_even_windows_are_found(
         assert np.median([one.ratio or 0 for one in found]) == pytest.approx(expected, rel=0.1)
 
 
-def test_without_the_second_distance_a_swing_would_be_called_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: F_1 alone decides."""
+def test_with_one_lag_only_a_swing_of_the_loss_is_called_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant decides by F_1 alone."""
     monkeypatch.setattr("superbatch.noise.independence._KINDS", ((1.0, 0.0, 0),) * 3)
     rng = np.random.default_rng(3)
     assert judged(rng, 200, loss=INDEPENDENT["loss swings"]["loss"]).verdict == "shared"
@@ -152,7 +152,7 @@ def test_windows_that_draw_most_of_the_data_are_even_by_design() -> None:
 
 
 def measured(rng: np.random.Generator, windows: int, *, shared: float, **options: Any) -> NoiseMeter:
-    """Gradients of two micro-batches of 10 with B = 15 samples, and losses of eight."""
+    """Simulate gradients of two micro-batches of 10 (noise scale 15 samples) and losses of eight."""
     meter = NoiseMeter(**options)
     found, w = losses(rng, windows, shared=shared)
     for each in found:
@@ -174,7 +174,7 @@ def test_shared_noise_withholds_the_value_and_the_upper_end() -> None:
     assert fine.summary().endswith(f"samples ({fine.low:.4g} to {fine.high:.4g}), {ASSUMPTION}")
     for part in (shared, *shared.groups, *shared.models):
         assert (part.batch_size, part.high) == (None, math.inf)
-    assert shared.low > 0, "the true number is larger still"
+    assert shared.low > 0, "the true noise scale is even larger"
     assert not shared.determined
     assert shared.reason is not None
     assert "micro-batches of a window share noise" in shared.reason
@@ -185,7 +185,7 @@ def test_shared_noise_withholds_the_value_and_the_upper_end() -> None:
     assert from_json(Noise, to_json(shared)) == shared
 
 
-def test_even_windows_keep_the_number_and_a_mark() -> None:
+def test_even_windows_keep_the_value_and_are_marked() -> None:
     meter, rng = NoiseMeter(), np.random.default_rng(2)
     found, w = losses(rng, 300, even=0.4)
     for each in found:
@@ -201,7 +201,7 @@ def test_even_windows_keep_the_number_and_a_mark() -> None:
     )
 
 
-def test_without_losses_nothing_is_said_of_independence() -> None:
+def test_no_losses_give_no_verdict_on_independence() -> None:
     assert NoiseMeter().estimate().independence is None
 
 
@@ -218,7 +218,7 @@ def test_a_meter_resumes_bit_for_bit_at_any_window() -> None:
         assert resumed.estimate() == whole.estimate()
 
 
-def test_a_state_from_before_the_test_is_read() -> None:
+def test_a_state_without_the_independence_test_is_loaded() -> None:
     meter = measured(np.random.default_rng(1), 30, shared=0.0)
     old = {name: value for name, value in meter.state_dict().items() if name != "losses"} | {"version": 2}
     resumed = NoiseMeter()
@@ -228,7 +228,7 @@ def test_a_state_from_before_the_test_is_read() -> None:
     assert resumed.state_dict()["version"] == 3
 
 
-def test_a_state_that_is_not_whole_is_refused() -> None:
+def test_an_incomplete_state_is_refused() -> None:
     meter = measured(np.random.default_rng(1), 30, shared=0.0)
     state = meter.state_dict()
     for no_state in (None, [1]):
@@ -239,7 +239,7 @@ def test_a_state_that_is_not_whole_is_refused() -> None:
             NoiseMeter().load_state_dict({**state, "losses": {**state["losses"], **change}})
 
 
-def test_losses_that_are_not_finite_or_do_not_differ_say_nothing() -> None:
+def test_nonfinite_or_constant_losses_give_no_verdict() -> None:
     test = IndependenceTest()
     for _ in range(100):
         test.add(math.nan, 1.0)

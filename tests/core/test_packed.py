@@ -1,4 +1,4 @@
-"""Packed sequences are cut between sequences, with offsets that start at 0 again."""
+"""Packed sequences are split between sequences, and offsets of each micro-batch start at 0."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def packed_batch(flat: bool = True) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("microbatch_size", [1, 2, 3, 5])
-def test_packed_sequences_are_cut_between_sequences(flat: bool, microbatch_size: int) -> None:
+def test_packed_sequences_are_split_between_sequences(flat: bool, microbatch_size: int) -> None:
     batch = packed_batch(flat)
     pieces = split(batch, microbatch_size)
     first = 0
@@ -98,7 +98,7 @@ def test_offsets_keep_their_type(offsets: Any) -> None:
 @pytest.mark.parametrize(
     "longest", [5, np.int32(5), torch.tensor(5), torch.tensor([5], dtype=torch.int32), np.array(5)]
 )
-def test_the_longest_keeps_its_type(longest: Any) -> None:
+def test_the_longest_length_keeps_its_type(longest: Any) -> None:
     piece = take({"tokens": torch.arange(TOTAL), "cu_seqlens": OFFSETS, "max_length": longest}, 1, 4)
     assert type(piece["max_length"]) is type(longest) or isinstance(longest, np.ndarray)
     assert getattr(piece["max_length"], "dtype", None) == getattr(longest, "dtype", None)

@@ -1,4 +1,4 @@
-"""Which samples share a micro-batch: the best of all groupings, in the batch's order and in any other."""
+"""Grouping of samples into micro-batches: the best of all groupings, in the batch's order and any other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def padded_costs(costs: list[int], sizes: list[int]) -> list[int]:
 
 
 def groupings(samples: int) -> Iterator[list[list[int]]]:
-    """All ways to divide samples into groups, in whatever order."""
+    """Yield all partitions of samples into groups, in any order."""
     if not samples:
         yield []
         return
@@ -43,7 +43,7 @@ def budget_of(tokens: int, **options: Any) -> TokenBudget:
 
 
 def packed(lengths: list[int], budget: TokenBudget) -> tuple[Packing, list[list[int]]]:
-    """The packing, and the lengths in each micro-batch; every sample is in one of them."""
+    """Return the packing and the lengths in each micro-batch; assert that each sample is in exactly one."""
     packing = pack({"lengths": lengths}, len(lengths), budget)
     order = list(range(len(lengths))) if packing.order is None else packing.order
     assert sorted(order) == list(range(len(lengths)))
@@ -59,7 +59,7 @@ def padded_cost(part: list[int]) -> int:
     return len(part) * max(part)
 
 
-def test_the_groupings_are_all_there_are() -> None:
+def test_all_groupings_are_enumerated() -> None:
     assert [sum(1 for _ in groupings(n)) for n in range(8)] == [
         1,
         1,
@@ -107,7 +107,7 @@ def test_bins_are_near_the_fewest_of_all_groupings(lengths: list[int], above: in
     )
     _, parts = packed(lengths, budget_of(budget, sort=True))
     assert max(map(sum, parts)) <= budget
-    assert len(parts) <= fewest + 1  # hardly ever one more; nobody finds the fewest of many in good time
+    assert len(parts) <= fewest + 1  # seldom one more: the optimum of many samples is too slow to find
     assert len(parts) <= len(near_equal_cost(lengths, budget))
 
 
@@ -129,20 +129,20 @@ def test_sorting_never_costs_a_micro_batch(lengths: list[int], above: int) -> No
 
 
 def test_bins_are_near_equal() -> None:
-    """Filled up one after the other they would be 10, 10 and 1."""
+    """Greedy filling would give 10, 10 and 1."""
     _, parts = packed([5, 5, 5, 5, 1], budget_of(10, sort=True))
     assert sorted(map(sum, parts)) == [5, 6, 10]
     assert max(map(sum, packed([6, 4, 4, 4, 3, 3], budget_of(13, sort=True))[1])) == 13
     assert [sum(part) for part in packed([7, 2, 2, 2, 2, 1], budget_of(10, sort=True))[1]] == [8, 8]
 
 
-def test_bins_that_best_fit_does_not_find() -> None:
-    """Best fit needs three: 6 + 3, 5 + 2 + 2, 2."""
+def test_packing_is_better_than_best_fit() -> None:
+    """Best fit needs three micro-batches: 6 + 3, 5 + 2 + 2, 2."""
     assert [sum(part) for part in packed([2, 2, 2, 3, 5, 6], budget_of(10, sort=True))[1]] == [10, 10]
 
 
-def test_a_batch_that_lies_in_the_best_order_is_left_so() -> None:
-    """Largest first, 11 and 10 come together, and the rest needs two parts more."""
+def test_a_batch_in_the_best_order_keeps_its_order() -> None:
+    """Sorted by length, 11 and 10 share a micro-batch, and the rest needs two more."""
     lengths = [6, 10, 7, 3, 9, 11]
     assert packed(lengths, budget_of(23, sort=True)) == (Packing(None, [3, 3]), [[6, 10, 7], [3, 9, 11]])
 
@@ -166,7 +166,7 @@ def test_one_sample_above_the_budget_is_named(options: dict[str, Any]) -> None:
         packed([1, 8, 9, 2], budget_of(8, **options))
 
 
-# ---- where the lengths are
+# ---- sources of lengths
 
 
 @pytest.mark.parametrize("name", WELL_KNOWN)
@@ -183,15 +183,15 @@ def test_lengths_are_found_by_name(name: str, nested: bool) -> None:
     assert TokenBudget(8).sample_tokens(batch) == lengths
 
 
-def test_of_several_names_the_most_exact_is_taken() -> None:
-    """Tokenizers return a `length` that counts padding too; a mask does not."""
+def test_the_most_exact_of_several_lengths_is_used() -> None:
+    """A tokenizer's `length` counts padding; a mask does not."""
     batch = padded_batch() | {"length": [5] * 6}
     assert find_lengths(batch) == "attention_mask"
     assert find_lengths(batch | {"attention_mask": None}) == "lengths"
     assert find_lengths(batch | {"attention_mask": torch.ones(6, 1, 5, 5)}) == "lengths"
 
 
-def test_no_lengths_name_the_parts_there_are() -> None:
+def test_missing_lengths_list_the_parts_of_the_batch() -> None:
     with pytest.raises(InputError, match=r"without lengths=.*no part.*attention_mask.*'x', 'meta', 'meta.y'"):
         split({"x": torch.zeros(2, 2), "meta": {"y": [1, 2]}}, TokenBudget(8))
     with pytest.raises(InputError, match=r"without lengths=.*'q.lengths' and 'd.lengths'"):
@@ -203,7 +203,7 @@ def test_no_lengths_name_the_parts_there_are() -> None:
 @pytest.mark.parametrize(
     "cast", [lambda mask: mask, lambda mask: mask.bool(), lambda mask: mask.byte(), np.asarray]
 )
-def test_a_mask_reaches_to_its_last_token(cast: Any) -> None:
+def test_a_mask_gives_the_position_of_its_last_token(cast: Any) -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     batch = {"attention_mask": cast(mask)}
     budget = TokenBudget(8, padded=True)
@@ -263,12 +263,12 @@ def test_micro_batches_are_trimmed_to_their_longest_sample(cast: Any, sort: bool
                 assert (piece[name][row] == batch[name][at][:longest]).all()
     assert sorted(seen) == list(range(6))
     assert any(piece["labels"].shape[1] < 5 for piece in pieces)
-    if sort:  # samples of like length are together, also where the cost is without padding
+    if sort:  # samples of similar length are together, also if the cost ignores padding
         lengths = [int(length) for piece in pieces for length in piece["lengths"]]
         assert lengths == sorted(lengths, reverse=True)
 
 
-def test_what_is_trimmed_can_be_flattened() -> None:
+def test_a_trimmed_array_can_be_flattened() -> None:
     for sort in (False, True):
         for piece in split(trimmable(), TokenBudget(8, padded=True, sort=sort, trim=("labels",))):
             assert piece["labels"].view(-1).numel() == piece["labels"].numel()
@@ -295,7 +295,7 @@ def test_features_are_trimmed(pad: float) -> None:
 
 @pytest.mark.parametrize("sort", [False, True])
 def test_tokens_are_never_cut_off(sort: bool) -> None:
-    """Lengths of the inputs are not those of the labels: what would be lost is noticed."""
+    """Trimming longer labels to the lengths of the inputs would lose tokens and raises an error."""
     batch = trimmable() | {"targets": torch.arange(30).reshape(6, 5).flip(1)}
     with pytest.raises(SplitError, match=r"'targets'.*longest sample.* has \d of 5.*more than padding"):
         split(batch, TokenBudget(8, "lengths", sort=sort, trim=("input_ids", "targets")))
@@ -313,7 +313,7 @@ def test_lengths_beyond_the_array_trim_nothing() -> None:
     assert torch.equal(piece["ids"], batch["ids"])
 
 
-def test_what_cannot_be_trimmed_is_named() -> None:
+def test_an_array_that_cannot_be_trimmed_is_named() -> None:
     batch = trimmable() | {"names": list("abcdef"), "wide": torch.zeros(6, 9)}
     for trim, text in [
         (("names",), r"trim=\('names',\) names a list.*\(samples, length, ...\)"),
@@ -330,8 +330,8 @@ def test_what_cannot_be_trimmed_is_named() -> None:
         split(packed_sequences, TokenBudget(8, trim=("ids",)))
 
 
-def test_declared_parts_change_places_too() -> None:
-    """Lists of objects, a tokenizer's encodings; what is whole stays whole."""
+def test_sorting_reorders_declared_parts_too() -> None:
+    """Lists of objects and a tokenizer's encodings are reordered; unsplit values stay unsplit."""
     sizes = [2, 5, 1, 4]
     batch = Encoding(
         {

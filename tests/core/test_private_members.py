@@ -1,4 +1,4 @@
-"""Private members are used by their own object: what others need has a public name."""
+"""Private members are used only by their own object."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Uses in a file, and why; the numbers may only shrink.
+# Allowed uses in a file, and the reason; the numbers may only shrink.
 ALLOWED: dict[str, tuple[int, str]] = {
     "superbatch/keras/taking.py": (3, "Keras has no public names for the losses that compile() got"),
     "superbatch/torch/module_tables.py": (3, "torch has no public names for a module's own tables"),
@@ -22,7 +22,7 @@ def _is_private(name: str) -> bool:
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
-    """Private names that classes of a file define: methods, fields, and attributes of `self`."""
+    """Return the private names that classes of a file define: methods, fields, attributes of `self`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for item in node.body:
@@ -43,9 +43,9 @@ def _of_super(node: ast.Attribute) -> bool:
 
 
 def reaches(root: Path) -> dict[str, list[str]]:
-    """Uses of private members from outside their object, by file.
+    """Return the uses of private members from outside their object, by file.
 
-    Private names that no class of the package defines are those of libraries (torch's `_version`).
+    A private name that no class of the package defines belongs to a library (torch's `_version`).
     """
     files = {file: ast.parse(file.read_text(encoding="utf-8")) for file in root.glob("superbatch/**/*.py")}
     ours = {name for tree in files.values() for name in _defined(tree) if _is_private(name)}
@@ -67,10 +67,10 @@ def test_private_members_are_used_by_their_own_object() -> None:
     beyond = [
         use for name, uses in found.items() if len(uses) > ALLOWED.get(name, (0, ""))[0] for use in uses
     ]
-    assert not beyond, "give what is needed a public name:\n" + "\n".join(beyond)
+    assert not beyond, "give these members a public name:\n" + "\n".join(beyond)
 
 
-def test_a_reach_is_found(tmp_path: Path) -> None:
+def test_a_use_from_outside_is_found(tmp_path: Path) -> None:
     (tmp_path / "superbatch").mkdir()
     text = (
         "class A:\n    def __init__(self):\n        self._x = 1\n    def y(self):\n        return self._x\n"

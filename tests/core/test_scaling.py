@@ -1,4 +1,4 @@
-"""Rules for another batch, held against what they claim to keep: drift, noise and memory per sample."""
+"""Scaling rules for another batch size keep drift, noise and memory per sample."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_gain_lies_between_one_and_kappa(kappa: float, ratio: float) -> None
 
 
 def second_moment(lr: float, batch: float, samples: float, *, h: float, start: float = 4.0) -> float:
-    """E x^2 of SGD on h x^2 / 2 with gradient noise of variance 1 / batch, after so many samples: exact."""
+    """Return the exact E x^2 of SGD after `samples` on h x^2 / 2; gradient noise has variance 1 / batch."""
     value = start
     for _ in range(round(samples / batch)):
         value = (1 - lr * h) ** 2 * value + lr * lr / batch
@@ -54,21 +54,21 @@ def second_moment(lr: float, batch: float, samples: float, *, h: float, start: f
 
 
 @pytest.mark.parametrize("kappa", [4, 16, 64])
-def test_linear_scaling_keeps_the_course_of_sgd(kappa: float) -> None:
+def test_linear_scaling_keeps_the_trajectory_of_sgd(kappa: float) -> None:
     lr, h = 0.002, 0.3
     new = scale({"lr": lr}, optimizer="sgd", kappa=kappa).after["lr"]
     assert new == kappa * lr
     for samples in (640, 6400):
         base, scaled = second_moment(lr, 1, samples, h=h), second_moment(new, kappa, samples, h=h)
-        # (1 - k a)^(n/k) against (1 - a)^n: apart by about n k a^2 / 2 relatively, twice that for a square;
-        # what noise adds differs by less, relatively: k a / 2.
+        # (1 - k a)^(n/k) and (1 - a)^n differ by about n k a^2 / 2 relatively, their squares by twice that.
+        # The noise terms differ by less: k a / 2 relatively.
         a = lr * h
         assert scaled == pytest.approx(base, rel=1.1 * (samples * kappa * a * a + kappa * a / 2))
 
 
 @pytest.mark.parametrize("kappa", [4, 16, 64])
-def test_the_square_root_would_quieten_sgd(kappa: float) -> None:
-    """A mutant: std x 0.71, 0.5, 0.35 of what it was. So the rule is refused, and says why."""
+def test_the_square_root_rule_would_lower_the_noise_of_sgd(kappa: float) -> None:
+    """The rule would scale the std of x by 0.71, 0.5, 0.35, so it raises an error."""
     lr, h, samples = 0.002, 0.3, 100_000
     base = second_moment(lr, 1, samples, h=h, start=0.0)
     root = second_moment(lr * math.sqrt(kappa), kappa, samples, h=h, start=0.0)
@@ -94,13 +94,13 @@ def test_beta2_keeps_its_half_life_in_samples(beta: float, kappa: float, batch: 
     ],
 )
 def test_betas_of_the_paper(beta: float, batch: int, to: int, expected: float) -> None:
-    """Numbers that Marek et al. 2025 use, arXiv:2507.07101."""
+    """Betas of Marek et al. 2025, arXiv:2507.07101."""
     digits = len(str(expected)) - 2
     assert round(scaled_beta(beta, to / batch), digits) == expected
 
 
 def adam_steps(batch: int, beta2: float, *, updates: int, seed: int) -> float:
-    """RMS of Adam's updates (beta1 0.9) on coordinates that one sample in 512 has a gradient for."""
+    """Return the RMS of Adam's updates (beta1 0.9) on coordinates with a gradient in 1 of 512 samples."""
     random = np.random.default_rng(seed)
     count, beta1, total = 400, 0.9, 0.0
     m, v = np.zeros(count), np.zeros(count)
@@ -116,12 +116,12 @@ def adam_steps(batch: int, beta2: float, *, updates: int, seed: int) -> float:
 
 
 def test_a_kept_half_life_keeps_the_steps_of_rare_coordinates() -> None:
-    """The numbers of Marek et al.'s argument: left alone, beta2 makes a small batch's steps collapse."""
+    """Argument of Marek et al.: an unscaled beta2 makes the steps of a small batch collapse."""
     large = adam_steps(512, 0.95, updates=3000, seed=0)
     left_alone = adam_steps(1, 0.95, updates=20_000, seed=1)
     kept = adam_steps(1, scaled_beta(0.95, 1 / 512), updates=40_000, seed=2)
     assert (left_alone, large) == pytest.approx((0.050, 0.223), rel=0.05)
-    assert kept == pytest.approx(large, rel=0.1), "0.229 where the second moment is as good as known"
+    assert kept == pytest.approx(large, rel=0.1), "0.229 for a well-estimated second moment"
 
 
 @given(st.floats(1 / 64, 64), st.sampled_from(RULES["adamw"]), ratios)
@@ -136,7 +136,7 @@ def test_adamw_decays_weights_as_fast_per_sample(kappa: float, rule: str, ratio:
         assert after["weight_decay"] == pytest.approx(0.1 * kappa)
 
 
-def test_coupled_weight_decay_and_momentum_stay() -> None:
+def test_coupled_weight_decay_and_momentum_are_kept() -> None:
     for optimizer in ("sgd", "adam"):
         done = scale({"lr": 0.1, "weight_decay": 0.1}, optimizer=optimizer, kappa=16)
         assert done.after["weight_decay"] == 0.1, optimizer
@@ -144,28 +144,28 @@ def test_coupled_weight_decay_and_momentum_stay() -> None:
 
 
 @given(st.floats(1 / 64, 64), ratios)
-def test_there_and_back_is_where_it_was(kappa: float, ratio: float) -> None:
+def test_scaling_up_and_down_restores_the_settings(kappa: float, ratio: float) -> None:
     for rule in RULES["adamw"]:
         there = scale(ADAMW, optimizer="adamw", kappa=kappa, ratio=ratio, rule=rule)
         back = scale(there.after, optimizer="adamw", kappa=1 / kappa, ratio=ratio / kappa, rule=rule)
         assert back.after == pytest.approx(ADAMW, rel=1e-6)
 
 
-def test_the_power_rule_stays_below_one_where_the_first_order_does_not() -> None:
+def test_the_power_rule_stays_valid_unlike_the_first_order_rule() -> None:
     """1 - kappa (1 - beta1) is -0.1 at kappa = 11; beta1 ** kappa is not."""
     assert 1 - 11 * (1 - 0.9) < 0
     assert 0 < scale(ADAMW, optimizer="adamw", kappa=11, rule="power").after["beta1"] < 1
     assert scale(ADAMW, optimizer="adamw", kappa=11).after["beta1"] == 0.9, "kept by default"
 
 
-def test_the_rule_follows_what_is_known() -> None:
+def test_the_default_rule_depends_on_optimizer_and_noise() -> None:
     assert scale({"lr": 1.0}, optimizer="sgd", kappa=4).rule == "linear"
     assert scale({"lr": 1.0}, optimizer="adam", kappa=4).rule == "sqrt"
     known = scale({"lr": 1.0}, optimizer="adam", kappa=4, ratio=4.0)
     assert (known.rule, known.gain, known.rate) == ("gain", 2.5, math.sqrt(2.5))
 
 
-def test_it_says_where_it_stops_holding() -> None:
+def test_the_report_states_its_limits() -> None:
     linear = scale({"lr": 0.1, "momentum": 0.9}, optimizer="sgd", kappa=64, ratio=16.0, rule="linear")
     said = " ".join(linear.limits)
     assert "4 times the noise scale" in said
@@ -192,7 +192,7 @@ def test_it_says_where_it_stops_holding() -> None:
         ({"settings": {"lr": 1.0, "trust": 1.0}}, "the setting 'trust'"),
     ],
 )
-def test_what_cannot_be_scaled_is_said(change: dict[str, object], message: str) -> None:
+def test_settings_that_cannot_be_scaled_raise(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"settings": {"lr": 1e-3}, "optimizer": "adam", "kappa": 4} | change
     with pytest.raises(InputError, match=message):
         scale(arguments.pop("settings"), **arguments)  # pyright: ignore[reportArgumentType]
@@ -217,7 +217,7 @@ def test_configurations_of_other_libraries() -> None:
     assert by_gain["learning_rate"] == pytest.approx(0.1 * gain(4, 3.0))
 
 
-def test_a_noise_scale_that_is_not_determined_is_not_used() -> None:
+def test_an_undetermined_noise_scale_is_not_used() -> None:
     noise = Noise(
         batch_size=None,
         low=50.0,
@@ -241,6 +241,6 @@ def test_warmup_keeps_its_samples() -> None:
     assert [warmup_updates(1000, kappa) for kappa in (0.5, 1, 8, 1e6)] == [2000, 1000, 125, 1]
 
 
-def test_the_report_is_written_and_read() -> None:
+def test_the_report_survives_a_json_round_trip() -> None:
     done = scale(ADAMW, optimizer="adamw", kappa=3, ratio=2.0)
     assert from_json(Scaling, to_json(done)) == done

@@ -1,4 +1,4 @@
-"""The largest size under a limit, and the fastest size, from measurements."""
+"""Search for the largest size under a limit and for the fastest size."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def test_the_largest_size_fits_and_the_next_one_does_not(
 
 
 def test_a_maximum_of_lines_is_overestimated_between_its_points():
-    """A peak is the highest of several phases, each a line: between points the curve must not be below it."""
+    """A memory peak is the maximum of linear phases; between points the curve must not be below it."""
 
     def peak(n: int) -> int:
         return max(5000, 100 + 20 * n, 2000 + 15 * n)
 
     curve = fit_curve([(n, peak(n)) for n in (1, 100, 400, 1000)])
     assert all(curve.at(n) >= peak(n) for n in range(1, 1001))
-    assert any(curve.at(n) > peak(n) for n in range(1, 1001)), "the points would be all of it"
+    assert any(curve.at(n) > peak(n) for n in range(1, 1001)), "there would be as many measurements as sizes"
     assert curve.error > 0
 
 
 @pytest.mark.parametrize(
     ("points", "match"), [([], "at least one point"), ([(0, 5)], "samples=0"), ([(1.5, 5)], "samples=1.5")]
 )
-def test_bad_points(points: list[tuple[int, int]], match: str):
+def test_invalid_points_are_refused(points: list[tuple[int, int]], match: str):
     with pytest.raises(InputError, match=match):
         fit_curve(points)
 
@@ -69,7 +69,7 @@ def test_bad_points(points: list[tuple[int, int]], match: str):
     more=st.integers(0, 10**8),
     small=st.integers(1, 100),
 )
-def test_two_measurements_undo_a_prediction_that_is_wrong_in_slope_and_offset(
+def test_two_measurements_correct_slope_and_offset_of_a_prediction(
     fixed: int, each: int, wrong: float, more: int, small: int
 ):
     predicted = fit_curve([(n, fixed + each * n) for n in (1, 10, 4000)])
@@ -80,22 +80,20 @@ def test_two_measurements_undo_a_prediction_that_is_wrong_in_slope_and_offset(
     curve = corrected(predicted, [(small, real(small)), (2 * small, real(2 * small))])
     assert curve.at(2 * small) == real(2 * small)
     for n in (3 * small, 20 * small, 10_000):
-        assert abs(curve.at(n) - real(n)) <= 2 * n + 2  # rounding of two measurements, carried on
+        assert abs(curve.at(n) - real(n)) <= 2 * n + 2  # extrapolated rounding of two measurements
 
 
-def test_one_measurement_above_the_prediction_asks_for_more_everywhere_after_it():
+def test_one_measurement_above_the_prediction_raises_the_rest_of_the_curve():
     predicted = fit_curve([(1, 1000), (100, 100_000)])
     curve = corrected(predicted, [(10, 15_000)])
     assert curve.at(100) >= 1.5 * predicted.at(100)
     below = corrected(predicted, [(10, 5000)])
-    assert below.at(100) == 5000 + predicted.at(100) - predicted.at(
-        10
-    )  # what it has not seen stays predicted
+    assert below.at(100) == 5000 + predicted.at(100) - predicted.at(10)  # beyond 10 it rises as predicted
     assert corrected(predicted, []) is predicted
 
 
 def test_two_measurements_close_together_do_not_make_a_slope():
-    """The difference of two near sizes is noise: a slope from it could be anything."""
+    """The difference between two close sizes is noise and gives no reliable slope."""
     predicted = fit_curve([(1, 1000), (100, 100_000)])
     curve = corrected(predicted, [(50, 50_100), (51, 50_000)])
     assert curve.at(100) == 50_100 + predicted.at(100) - predicted.at(51)
@@ -108,7 +106,7 @@ def test_halvings():
 
 
 def times_of(sizes: list[int], truth: dict[int, float], noise: float, seed: int) -> dict[int, list[float]]:
-    """Run a search to its end on a machine that is now and then disturbed."""
+    """Run a search to its end on a machine with occasional disturbances."""
     draw = random.Random(seed)
     timings: dict[int, list[float]] = {}
     for _ in range(100 * len(sizes)):
@@ -164,6 +162,6 @@ def test_the_first_timing_of_a_size_does_not_count():
     assert time_per_sample([100.0]) == 100.0
 
 
-def test_nothing_timed():
+def test_no_timed_size_gives_no_fastest_size():
     with pytest.raises(InputError, match="no timing"):
         fastest({4: []})

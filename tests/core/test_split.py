@@ -1,4 +1,4 @@
-"""How many samples each micro-batch gets, and batches of the usual tasks cut as a user would."""
+"""Sizes of micro-batches, and batches of the usual tasks split as a user would."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_sizes_are_positive(value: Any) -> None:
 
 
 def partitions(samples: int) -> Iterator[list[int]]:
-    """All ways to divide samples, in order, into parts of at least one."""
+    """Yield all partitions of samples, in order, into groups of at least one."""
     for cuts in itertools.product([False, True], repeat=samples - 1):
         ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [samples]
         yield [stop - start for start, stop in itertools.pairwise([0, *ends])]
@@ -95,7 +95,7 @@ def test_near_equal_cost_is_the_best_of_all_partitions(costs: list[int], above: 
     allowed = [sizes for sizes in partitions(len(costs)) if max(part_costs(costs, sizes)) <= budget]
     best = min((len(sizes), max(part_costs(costs, sizes))) for sizes in allowed)
     sizes = near_equal_cost(costs, budget)
-    assert sizes in allowed  # in order, nothing left out, no empty part, each under the budget
+    assert sizes in allowed  # in order, complete, no empty micro-batch, each within the budget
     assert (len(sizes), max(part_costs(costs, sizes))) == best
 
 
@@ -108,11 +108,11 @@ def test_near_equal_cost_of_large_costs(costs: list[int], above: int) -> None:
     assert max(part_costs(costs, sizes)) <= budget
     assert len(sizes) <= 2 * math.ceil(
         max(1, sum(costs)) / budget
-    )  # neighbours together are above the budget
+    )  # two neighbours together exceed the budget
 
 
 def test_near_equal_cost_makes_the_largest_part_smallest() -> None:
-    assert near_equal_cost([5, 1, 1, 1, 4, 2], 8) == [3, 3]  # filling up would give 8 and 6
+    assert near_equal_cost([5, 1, 1, 1, 4, 2], 8) == [3, 3]  # greedy filling would give 8 and 6
     assert near_equal_cost([1] * 10, 4) == [4, 4, 2]
     assert near_equal_cost([0, 0, 0], 1) == [3]
     assert near_equal_cost((3, 3), 100) == [2]
@@ -179,7 +179,7 @@ def test_a_token_budget_reads_offsets() -> None:
     assert [piece["meta"]["input_ids"].shape[1] for piece in pieces] == [7, 7]
 
 
-def test_a_token_budget_sees_declared_parts() -> None:
+def test_a_token_budget_splits_declared_parts() -> None:
     batch = {"images": [torch.zeros(3, n, n) for n in (4, 4, 8)], "scale": [1, 2]}
     budget = TokenBudget(64, lambda batch: [image[0].numel() for image in batch["images"]])
     pieces = split(batch, budget, per_sample=("images",), unsplit=("scale",))
@@ -261,7 +261,7 @@ def test_batches_of_the_usual_tasks(task: str, samples: int, microbatch_size: in
     assert [type(piece) for piece in pieces] == [type(batch)] * len(sizes)
     assert [len(first_leaf(piece)) for piece in pieces] == sizes
     if not isinstance(batch, torch.Tensor):
-        assert {len(piece) for piece in pieces} == {len(batch)}  # as many entries: (x, y) stays a pair
+        assert {len(piece) for piece in pieces} == {len(batch)}  # same number of entries: (x, y) stays a pair
     assert torch.equal(torch.cat([first_leaf(piece) for piece in pieces]), first_leaf(batch))
 
 

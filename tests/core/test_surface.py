@@ -1,7 +1,7 @@
 """The public surface: every exported name with its signature, frozen in `surface.txt`.
 
-A change of it is a decision: run ``python -m tests.core.test_surface`` to write the file anew, and tell users
-of it in CHANGELOG.md.
+After a deliberate change run ``python -m tests.core.test_surface`` to rewrite the file, and describe the
+change in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def surface() -> Iterator[str]:
         for name in sorted(name for name in public if not name.startswith("_")):
             value = public[name]
             if inspect.ismodule(value) or (module in FILES and getattr(value, "__module__", "") != module):
-                continue  # what a file imports is not its own
+                continue  # imported names do not count
             yield f"{module}.{name}{_signature(value)}"
             if inspect.isclass(value):
                 yield from (f"{module}.{name}.{line}" for line in _members(value))
@@ -53,25 +53,25 @@ def _members(kind: type) -> Iterator[str]:
 
 
 def _signature(value: object) -> str:
-    """Return names, kinds and defaults of parameters: annotations are pyright's to hold."""
+    """Return names, kinds and defaults of parameters; pyright checks annotations."""
     if not callable(value):
         return f" = {value!r}"
     try:
         parameters = inspect.signature(value).parameters.values()
-    except ValueError:  # of a class of the standard library, an exception for one
+    except ValueError:  # of a class of the standard library, for example an exception
         return ""
     plain = str(inspect.Signature([each.replace(annotation=each.empty) for each in parameters]))
     return re.sub(r"<function (\S+) at 0x[0-9a-f]+>", r"\1", plain)
 
 
-def test_the_public_surface_is_as_frozen() -> None:
+def test_the_public_surface_equals_the_frozen_one() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     frozen = FROZEN.read_text(encoding="utf-8").splitlines()
     assert list(surface()) == frozen
 
 
 @pytest.mark.parametrize(("module", "most"), [("superbatch.torch", 17), ("superbatch.torch.tuning", 8)])
-def test_a_home_exports_few_names(module: str, most: int) -> None:
+def test_a_public_package_exports_few_names(module: str, most: int) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     public = vars(importlib.import_module(module)).items()
     names = [name for name, value in public if not (name.startswith("_") or inspect.ismodule(value))]

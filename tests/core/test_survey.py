@@ -1,4 +1,4 @@
-"""Ramp, smoothing, stop rule and suggestions of a survey, on curves whose answers are known."""
+"""Ramp, smoothing, stop rule and suggestions of a survey, on curves with known answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_one_minus_momentum_falls_evenly(low: float, share: float, updates: int)
 
 
 @given(m=st.floats(0, 0.9999))
-def test_axis_and_back(m: float) -> None:
+def test_axis_round_trip(m: float) -> None:
     assert from_axis("momentum", to_axis("momentum", m)) == pytest.approx(m, abs=1e-9)
 
 
@@ -60,12 +60,12 @@ def test_axis_and_back(m: float) -> None:
         (1e-3, 1.0, True, "Pass at least 12"),
     ],
 )
-def test_what_is_no_ramp(low: float, high: float, updates: int, message: str) -> None:
+def test_an_invalid_ramp_is_refused(low: float, high: float, updates: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         exponential(low, high, updates)
 
 
-def test_what_is_no_momentum() -> None:
+def test_an_invalid_momentum_is_refused() -> None:
     with pytest.raises(InputError, match="not increasing values of momentum"):
         values_of("momentum", 0.5, 1.0, 100)
 
@@ -74,8 +74,8 @@ def test_what_is_no_momentum() -> None:
 
 
 @given(value=st.floats(0.1, 100), beta=st.floats(0, 0.99), points=st.integers(1, 50))
-def test_a_constant_loss_stays_what_it_is(value: float, beta: float, points: int) -> None:
-    """The bias of the first points is taken out: without, the first would be (1 - beta) times too small."""
+def test_a_constant_loss_is_unchanged(value: float, beta: float, points: int) -> None:
+    """The bias of the first points is corrected; otherwise the first would be (1 - beta) times the loss."""
     curve = Curve(beta)
     assert [curve.add(value) for _ in range(points)] == [None] * points
     assert curve.smooth == pytest.approx([value] * points)
@@ -104,10 +104,12 @@ def stops_at(losses: list[float], beta: float = 0.8) -> int | None:
     return next((i for i, loss in enumerate(losses) if curve.add(loss) is not None), None)
 
 
-def test_one_noisy_window_ends_nothing() -> None:
-    """Ten times the loss in one window: sconce, which looks at the raw loss, would stop there."""
+def test_one_noisy_window_does_not_stop_the_survey() -> None:
+    """Ten times the loss in one window would stop sconce, which reads the raw loss."""
     assert stops_at([1.0] * 20 + [10.0] + [1.0] * 20) is None
-    assert stops_at([1.0] * 20 + [10.0], beta=0.0) == 20, "the premise: the raw loss is beyond 4 times"
+    assert stops_at([1.0] * 20 + [10.0], beta=0.0) == 20, (
+        "the premise: the raw loss exceeds 4 times its minimum"
+    )
 
 
 def test_it_stops_when_the_smoothed_loss_is_beyond_four_times_its_best() -> None:
@@ -121,12 +123,12 @@ def test_it_stops_when_the_smoothed_loss_is_beyond_four_times_its_best() -> None
     assert "more than 4 times its minimum" in reasons[-1]
 
 
-def test_the_first_points_are_given_a_chance() -> None:
+def test_the_first_points_never_stop_the_survey() -> None:
     assert stops_at([1.0, *[100.0] * 10]) == PATIENCE
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_ends_at_once_and_is_no_point(loss: float) -> None:
+def test_a_nonfinite_loss_stops_at_once_and_adds_no_point(loss: float) -> None:
     sweep = Sweep("lr", 1e-3, 1.0, 20)
     assert sweep.add(1.0)
     assert not sweep.add(loss)
@@ -143,8 +145,8 @@ def test_a_negative_loss_is_no_explosion(best: float, smooth: float) -> None:
         assert not exploded(smooth, best)
 
 
-def test_a_log_likelihood_below_zero_is_surveyed_to_its_end() -> None:
-    """With the bare rule, "more than 4 times its minimum", -0.9 > -4 would end it at the sixth point."""
+def test_a_negative_log_likelihood_is_surveyed_to_the_end() -> None:
+    """The rule "more than 4 times the minimum" alone would stop at the sixth point, as -0.9 > -4."""
     assert stops_at([-1 - 0.01 * i for i in range(30)] + [-0.9] * 10) is None
 
 
@@ -159,13 +161,13 @@ def vee(x: float, at: float) -> float:
 
 
 @pytest.mark.parametrize("at", [1e-2, 1e-1, 1.0])
-def test_an_even_descent_has_begun_after_a_fifth(at: float) -> None:
-    """Its log falls from the first point that counts to `at`: the onset is a fifth of the way, in decades."""
+def test_the_onset_of_an_even_descent_is_after_a_fifth(at: float) -> None:
+    """log(loss) falls from the first used point to `at`; the onset is at a fifth of it, in decades."""
     found = suggest(AXIS, [math.exp(vee(x, at)) for x in AXIS])
     assert found.onset is not None
     assert found.minimum is not None
     fifth = AXIS[FIRST] * (at / AXIS[FIRST]) ** 0.2
-    assert abs(math.log10(found.onset / fifth)) <= 0.12, "the smooth curve turns before the edge"
+    assert abs(math.log10(found.onset / fifth)) <= 0.12, "the smoothed curve turns before the edge"
     assert found.minimum == pytest.approx(at / 10, rel=0.13), "a point of the axis"
     assert found.onset_range is not None
     assert found.onset_range[0] <= found.onset <= found.onset_range[1]
@@ -175,7 +177,7 @@ def noisy_plateau(x: float, generator: random.Random) -> float:
     return math.exp(max(-1.0, -max(0.0, math.log10(x / 1e-2))) + 0.03 * generator.gauss(0, 1))
 
 
-def test_a_plateau_with_noise_is_no_part_of_the_descent() -> None:
+def test_a_noisy_plateau_is_not_in_the_descent() -> None:
     generator = random.Random(0)
     found = suggest(AXIS, [noisy_plateau(x, generator) if x < 1 else 9.0 for x in AXIS])
     assert found.onset is not None
@@ -198,8 +200,8 @@ def test_on_the_linear_axis_the_steepest_point_is_elsewhere() -> None:
     assert found.onset / wrong > 10
 
 
-def test_a_recovery_behind_the_lowest_point_suggests_nothing() -> None:
-    """The loss explodes and comes down again, as where ReLUs have died: a long and steep fall."""
+def test_a_recovery_after_the_lowest_point_is_ignored() -> None:
+    """The loss explodes and then falls long and steeply, as with dead ReLUs."""
     losses = [2 - 0.5 * t / 39 for t in range(40)] + [30 - 0.4 * t for t in range(60)]
     found = suggest(AXIS, losses)
     assert found.onset is not None
@@ -208,8 +210,8 @@ def test_a_recovery_behind_the_lowest_point_suggests_nothing() -> None:
 
 
 @pytest.mark.parametrize("height", [3.0, 30.0, 3000.0])
-def test_the_height_of_an_explosion_is_no_noise(height: float) -> None:
-    """The mutant, residuals of the explosion among the noise, called them flat (9 of 12 on digits)."""
+def test_the_height_of_an_explosion_does_not_count_as_noise(height: float) -> None:
+    """Residuals of the explosion in the noise estimate would make the curve look flat."""
     generator = random.Random(1)
     losses = [noisy_plateau(x, generator) for x in AXIS if x < 1]
     losses += [height * (1 + generator.random()) for x in AXIS if x >= 1]
@@ -241,30 +243,30 @@ def test_suggestions_move_with_the_axis(losses: list[float], factor: float) -> N
 
 @given(losses=losses_of)
 @example(losses=FALLING)
-def test_suggestions_are_where_points_are(losses: list[float]) -> None:
+def test_suggestions_are_among_the_points(losses: list[float]) -> None:
     axis = AXIS[: len(losses)]
     found, kept = suggest(axis, losses), axis[FIRST : len(axis) - LAST]
     assert found.onset is None or found.onset in kept
     assert found.steepest is None or found.steepest in kept
     assert found.minimum is None or 10 * found.minimum in [pytest.approx(x) for x in kept]
     if found.onset is not None and found.minimum is not None:
-        assert found.onset <= 10.001 * found.minimum, "the onset is not behind the lowest point"
+        assert found.onset <= 10.001 * found.minimum, "the onset is not after the lowest point"
 
 
 @given(losses=losses_of)
 @example(losses=FALLING)
-def test_the_ends_do_not_count(losses: list[float]) -> None:
+def test_first_and_last_points_do_not_count(losses: list[float]) -> None:
     axis = AXIS[: len(losses)]
     changed = [1e-9] * FIRST + losses[FIRST:-LAST] + [1e-9] * LAST
     assert suggest(axis, losses) == suggest(axis, changed)
 
 
-def test_a_log_likelihood_below_zero_is_suggested_from() -> None:
+def test_a_negative_log_likelihood_gives_suggestions() -> None:
     found = suggest(AXIS, [vee(x, 0.1) - 9 for x in AXIS])
     assert found.minimum == pytest.approx(0.01, rel=0.13)
 
 
-def test_a_rule_that_noise_leaves_open_has_a_range_and_no_value() -> None:
+def test_a_noisy_rule_has_a_range_and_no_value() -> None:
     sweep, generator = Sweep("lr", 1e-4, 10.0, 100), random.Random(2)
     for x in sweep.values:
         assert sweep.add(math.exp(-min(1.0, x / 3)) * generator.lognormvariate(0, 0.1))
@@ -280,7 +282,7 @@ def test_a_rule_that_noise_leaves_open_has_a_range_and_no_value() -> None:
     )
 
 
-def test_a_mean_is_of_surveys_of_one_ramp() -> None:
+def test_a_mean_needs_surveys_of_one_ramp() -> None:
     assert averaged([survey(), survey()]) == survey().suggestions
     with pytest.raises(InputError, match="The 0 surveys have 0 different ramps"):
         averaged([])
@@ -296,7 +298,7 @@ def test_a_mean_is_of_surveys_of_one_ramp() -> None:
         ([1.0] * 50, "the loss did not change: survey up to a higher value"),
     ],
 )
-def test_where_there_is_no_suggestion_it_is_said_why(losses: list[float], reason: str) -> None:
+def test_a_missing_suggestion_has_a_reason(losses: list[float], reason: str) -> None:
     found = suggest(AXIS[: len(losses)], losses)
     assert (found.onset, found.minimum, found.steepest) == (None, None, None)
     assert found.reason is not None
@@ -314,7 +316,7 @@ def survey(what: str = "lr", low: float = 1e-4, high: float = 10.0) -> Survey:
     return sweep.report(ratios=(1.0, 0.1))
 
 
-def test_a_report_goes_through_json() -> None:
+def test_a_report_survives_a_json_round_trip() -> None:
     report = survey()
     assert from_json(Survey, to_json(report)) == report
     assert report.suggestion is not None
@@ -333,7 +335,7 @@ def test_a_momentum_is_suggested_as_a_momentum() -> None:
     assert 0 <= found.minimum_range[0] <= found.minimum <= found.minimum_range[1] < 0.25
 
 
-def test_it_is_said_what_to_do_next() -> None:
+def test_the_report_says_the_next_step() -> None:
     assert remarks(survey()) == []
     falling = Sweep("lr", 1e-4, 1e-2, 50)
     assert all(falling.add(1 - value) for value in falling.values)
@@ -348,7 +350,7 @@ def test_it_is_said_what_to_do_next() -> None:
     ]
 
 
-def test_what_to_do_about_noise_is_said() -> None:
+def test_the_report_gives_a_remedy_for_noise() -> None:
     flat = Sweep("lr", 1e-6, 10.0, 100)
     draw = random.Random(1)
     assert all(flat.add(2.3 + 0.1 * draw.gauss(0, 1)) for _ in flat.values)
@@ -358,8 +360,8 @@ def test_what_to_do_about_noise_is_said() -> None:
     ]
 
 
-def test_a_loss_that_does_not_move_suggests_nothing() -> None:
-    """The rounding of a mean of ones is no fall."""
+def test_a_constant_loss_gives_no_suggestion() -> None:
+    """Rounding in the mean of ones is not a descent."""
     found = suggest([10.0**t for t in range(20)], [1 + 1e-16 * (t % 3) - 1e-15 * t for t in range(20)])
     assert found.onset is None
     assert found.reason == "the loss did not change: survey up to a higher value"

@@ -1,4 +1,4 @@
-"""Error rates of the suggestions of surveys by simulation: how often one is made, and how often far off."""
+"""Simulated rates of suggestions of surveys: share with a suggestion, share far off."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CURVES: Mapping[str, dict[str, float]] = {
 def learner(
     *, start: float = 2.3, rest: float = 0.05, speed: float = 3.0, breaks: float = 1.0
 ) -> Callable[[float], float]:
-    """The loss of a model that trains while the rate grows, until the rate breaks it down."""
+    """Return the loss of a model that trains while the rate grows, and diverges at a high rate."""
     done = 0.0
 
     def loss(rate: float) -> float:
@@ -47,7 +47,7 @@ def survey(loss: Callable[[float], float], points: int, noise: float, draw: rand
 
 
 def rates(found: list[Suggestions], exact: Suggestions) -> dict[str, tuple[float, float]]:
-    """Shares of the surveys that suggest something, and that are far off, by rule."""
+    """Return for each rule the share of surveys with a suggestion and the share of suggestions far off."""
 
     def of(rule: str) -> tuple[float, float]:
         values = [value for each in found if (value := getattr(each, rule)) is not None]
@@ -61,7 +61,7 @@ def rates(found: list[Suggestions], exact: Suggestions) -> dict[str, tuple[float
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
 @pytest.mark.parametrize("name", list(CURVES))
 def test_suggestions_are_seldom_far_off(name: str, noise: float) -> None:
-    """Of all surveys at most 5 % are meant (10 % where a minimum is broad); 60 of them leave 3 % more."""
+    """Target: 5 % of surveys (10 % at a broad minimum); the bounds add 3 % or more for 60 runs."""
     draw = random.Random(4)
     exact = survey(learner(**CURVES[name]), 100, 0.0, draw).suggestions
     found = [survey(learner(**CURVES[name]), 100, noise, draw).suggestions for _ in range(60)]
@@ -74,7 +74,7 @@ def test_suggestions_are_seldom_far_off(name: str, noise: float) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("points", [40, 100])
 def test_a_flat_loss_seldom_suggests_anything(points: int) -> None:
-    """5 % are meant; 200 surveys leave 3 % more."""
+    """Target: 5 %; the bound adds 3 % for 200 runs."""
     draw = random.Random(5)
     found = [survey(lambda _: 2.3, points, 0.1, draw).suggestions for _ in range(200)]
     assert sum(each.reason is None for each in found) <= 0.08 * len(found)
@@ -94,7 +94,7 @@ def test_a_flat_loss_of_many_points_and_heavy_tails_seldom_suggests_anything() -
 
 
 def test_the_onset_does_not_move_with_the_noise() -> None:
-    """The middle of the longest descent, the rule before, moved by 0.5 decades from noise 0.02 to 0.3."""
+    """Noise of 0.3 instead of 0.02 would move the middle of the longest descent by 0.5 decades."""
     draw, places = random.Random(7), []
     for noise in (0.02, 0.3):
         found = [survey(learner(), 100, noise, draw).suggestions.onset for _ in range(30)]
@@ -104,8 +104,8 @@ def test_the_onset_does_not_move_with_the_noise() -> None:
     assert abs(places[0] - places[1]) < 0.1
 
 
-def test_without_the_test_of_noise_places_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: a place is named however far its repeats lie apart."""
+def test_without_the_noise_test_suggestions_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant makes a suggestion even if its resampled values lie far apart."""
     assert _with_ranges([1.0, 10.0], _Points(0, 0, 0), [_Points(1, 0, 0)] * 100).onset == 1.0
     monkeypatch.setattr("superbatch.tuning.survey_suggestions.WIDEST", math.inf)
     draw = random.Random(4)
@@ -114,7 +114,7 @@ def test_without_the_test_of_noise_places_are_far_off(monkeypatch: pytest.Monkey
     assert rates(found, exact)["onset"][1] > 0.2
 
 
-def test_five_surveys_on_average_give_back_what_noise_took() -> None:
+def test_the_mean_of_five_surveys_restores_the_suggestions() -> None:
     draw = random.Random(8)
     exact = survey(learner(), 100, 0.0, draw).suggestions
     single = [survey(learner(), 100, 0.3, draw) for _ in range(60)]

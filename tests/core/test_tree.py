@@ -1,7 +1,7 @@
-"""Nested batches: every structure is cut as the user gave it, and what is unclear is refused.
+"""Nested batches: every micro-batch has the structure of the batch, and ambiguous batches are refused.
 
-A structure is a function of how its leaves are cut. The batch is the structure with whole leaves; each
-micro-batch must be the structure with cut leaves, of the same types.
+A structure is a function of a slicing function for its leaves. The batch is the structure with unsliced
+leaves. Each micro-batch must equal the structure with sliced leaves, of the same types.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def test_each_micro_batch_is_the_structure_of_its_samples(kind: str, microbatch_
         same(microbatch, STRUCTURES[kind](samples_of(start, start + count)))
         start += count
     assert start == count_samples(batch) == N
-    same(batch, whole_batch(kind))  # the batch itself is as it was
+    same(batch, whole_batch(kind))  # the batch itself is unchanged
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STRUCTURES if kind != "memoryview"])
-@pytest.mark.parametrize("order", [[3, 7, 0, 1, 6, 2, 5, 4], list(range(N))], ids=["shuffled", "as it is"])
+@pytest.mark.parametrize("order", [[3, 7, 0, 1, 6, 2, 5, 4], list(range(N))], ids=["shuffled", "in order"])
 def test_samples_are_taken_in_any_order(kind: str, order: list[int]) -> None:
     batch, planned = whole_batch(kind), plan(whole_batch(kind))
 
@@ -94,32 +94,32 @@ def test_arrays_are_views_of_the_batch() -> None:
     assert batch["numpy"].sum() == -4
 
 
-def test_what_is_kept_whole_is_the_same_object() -> None:
+def test_an_unsplit_value_is_the_same_object() -> None:
     table, options = torch.arange(3.0), {"rate": 0.5}
     piece = take({"x": x(), "table": table, "options": options}, 0, 2, unsplit=("table",))
     assert piece["table"] is table
     assert piece["options"] is options
 
 
-def test_gradients_flow_through_the_cut() -> None:
+def test_gradients_flow_through_the_split() -> None:
     leaf = x().requires_grad_()
     torch.stack([(piece["x"] ** 2).sum() for piece in split({"x": leaf}, 3)]).sum().backward()
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, 2 * x(), rtol=0, atol=0)
 
 
-# ---- types and what belongs to them
+# ---- types and their attributes
 
 
-def test_a_dataclass_keeps_its_other_attributes_and_is_not_made_again() -> None:
+def test_a_dataclass_is_copied_with_its_other_attributes() -> None:
     piece = take(Sample(x(3), 0.25), 2, 4)
     assert piece.note == "not a field"
     assert piece.scale == 0.25
     assert not hasattr(piece, "never_set")
-    assert torch.equal(piece.total, x(3).sum(-1)[2:4])  # a field with init=False is cut too
+    assert torch.equal(piece.total, x(3).sum(-1)[2:4])  # a field with init=False is split too
 
 
-def test_an_attribute_dict_answers_with_the_micro_batch() -> None:
+def test_attributes_of_a_dict_are_those_of_the_micro_batch() -> None:
     for kind in (AttributeDict, Mirrored):
         batch: Any = kind(image=x())
         piece = take(batch, 2, 5)
@@ -135,7 +135,7 @@ def test_a_defaultdict_keeps_its_factory() -> None:
     assert take(defaultdict(list, x=x()), 0, 2)["missing"] == []
 
 
-def test_a_list_of_ones_own_keeps_its_type_and_attributes() -> None:
+def test_a_list_subclass_keeps_its_type_and_attributes() -> None:
     names = Names(NAMES)
     names.language = "fr"
     piece = take(names, 1, 3)
@@ -166,7 +166,7 @@ def test_the_real_batch_encoding_keeps_working() -> None:
     assert torch.equal(take(output, 1, 3).logits, x(2)[1:3])
 
 
-def test_a_mapping_that_cannot_be_made_again_is_named() -> None:
+def test_a_mapping_that_cannot_be_rebuilt_is_named() -> None:
     class Stubborn(Frozendict):
         def __init__(self, number: int, entries: dict[str, Any]) -> None:
             super().__init__(entries)
@@ -177,7 +177,7 @@ def test_a_mapping_that_cannot_be_made_again_is_named() -> None:
         take({"inputs": Stubborn(1, {"x": x()})}, 0, 2)
 
 
-def test_a_mapping_proxy_is_cut() -> None:
+def test_a_mapping_proxy_is_split() -> None:
     piece = take(types.MappingProxyType({"x": x()}), 1, 3)
     assert type(piece) is types.MappingProxyType
     assert torch.equal(piece["x"], x()[1:3])
@@ -204,7 +204,7 @@ def make(shape: Any, samples: slice) -> Any:
     kind, inner = shape
     values = [make(entry, samples) for entry in inner]
     named = {f"k{i}": value for i, value in enumerate(values)}
-    first = make_leaf("tensor", samples)  # a list of nothing but scalars would be a list of samples
+    first = make_leaf("tensor", samples)  # a list of scalars only would be a list of samples
     return {
         "dict": named,
         "ordered": OrderedDict(named),
@@ -226,7 +226,7 @@ SHAPES = st.recursive(
 
 
 @given(SHAPES, st.integers(1, 25), st.integers(1, 30))
-def test_any_nesting_is_cut(shape: Any, samples: int, microbatch_size: int) -> None:
+def test_any_nesting_is_split(shape: Any, samples: int, microbatch_size: int) -> None:
     batch = {"first": torch.arange(samples), "rest": make(shape, slice(samples))}
     start = 0
     for piece, count in zip(split(batch, microbatch_size), near_equal(samples, microbatch_size), strict=True):

@@ -15,7 +15,7 @@ from superbatch.errors import InputError, SplitError
 from tests.core.batches import NAMES, Frozen, N, Pair, detection_batch, x
 
 
-def test_whole_keeps_everything_under_a_path() -> None:
+def test_unsplit_keeps_everything_under_a_path() -> None:
     batch = {
         "x": x(),
         "graph": {"edge_index": torch.zeros(2, 30), "names": ["a", "b"]},
@@ -32,7 +32,7 @@ def test_whole_keeps_everything_under_a_path() -> None:
     ]
 
 
-def test_per_sample_cuts_lists_of_any_objects() -> None:
+def test_per_sample_splits_lists_of_any_objects() -> None:
     batch = detection_batch()
     pieces = split(batch, 3, per_sample=("images", "targets"))
     assert [len(piece["images"]) for piece in pieces] == [3, 3, 2]
@@ -62,7 +62,7 @@ def test_lists_of_images_without_a_declaration_are_refused() -> None:
 
 
 @pytest.mark.parametrize("argument", ["unsplit", "per_sample"])
-def test_a_declared_path_that_is_not_there_lists_those_that_are(argument: str) -> None:
+def test_a_missing_declared_path_lists_the_existing_ones(argument: str) -> None:
     batch = {"x": x(), "meta": {"ids": NAMES}, "pair": (x(), x())}
     with pytest.raises(
         InputError,
@@ -71,7 +71,7 @@ def test_a_declared_path_that_is_not_there_lists_those_that_are(argument: str) -
         plan(batch, **{argument: ("edges",)})
 
 
-def test_of_very_many_paths_only_the_first_are_listed() -> None:
+def test_a_long_list_of_paths_is_shortened() -> None:
     with pytest.raises(InputError, match=r"'k0', .*'k29' and 70 more"):
         get({f"k{i}": i for i in range(100)}, "other")
 
@@ -81,7 +81,7 @@ def test_a_declared_path_inside_another_is_refused() -> None:
         plan({"x": x(), "meta": {"ids": NAMES}}, unsplit=("meta", "meta.ids"))
 
 
-def test_a_part_cannot_be_whole_and_per_sample() -> None:
+def test_a_path_cannot_be_unsplit_and_per_sample() -> None:
     with pytest.raises(InputError, match=r"'y' is in both unsplit= and per_sample=.*Declare it in one"):
         plan({"x": x(), "y": NAMES}, unsplit=("y",), per_sample=("y",))
 
@@ -137,12 +137,12 @@ def test_an_empty_batch_is_refused(batch: Any) -> None:
 @pytest.mark.parametrize(
     "batch", [{}, 3, "text", None, {"rate": 0.5}, torch.tensor(1.0), ({}, {}), Pair(1, 2)]
 )
-def test_nothing_to_split_is_refused(batch: Any) -> None:
+def test_a_batch_without_samples_to_split_is_refused(batch: Any) -> None:
     with pytest.raises(SplitError, match=r"nothing to split.*at least one array or list"):
         plan(batch)
 
 
-def test_everything_declared_whole_is_nothing_to_split() -> None:
+def test_a_batch_with_every_path_unsplit_is_refused() -> None:
     with pytest.raises(SplitError, match=r"nothing to split.* in unsplit=: 'x'"):
         plan({"x": x()}, unsplit=("x",))
 
@@ -162,7 +162,7 @@ def test_an_unknown_object_is_named_with_its_remedy() -> None:
     assert take({"x": x(), "g": graphs[0]}, 0, 2, unsplit=("g",))["g"] is graphs[0]
 
 
-def test_a_list_of_one_dict_of_scalars_for_each_sample_is_not_kept_whole_in_silence() -> None:
+def test_a_list_of_scalar_dicts_per_sample_is_not_kept_silently() -> None:
     batch = {"x": x(), "meta": [{"id": i} for i in range(N)]}
     with pytest.raises(
         SplitError, match=r"list of 8 containers at path 'meta'.*per_sample=\('meta',\) or unsplit="
@@ -195,7 +195,7 @@ def test_tensors_without_slices_are_refused_by_path(kind: str) -> None:
         split({"x": make[kind](), "y": torch.zeros(2)}, 1)
 
 
-def test_out_of_memory_in_a_slice_stays_out_of_memory() -> None:
+def test_an_out_of_memory_error_in_a_slice_keeps_its_type() -> None:
     class Full:
         shape = (N,)
 

@@ -13,25 +13,25 @@ from superbatch.errors import InputError
 from tests.core.batches import NAMES, STRUCTURES, Frozen, Pair, detection_batch, same, whole_batch, x
 
 
-def test_get_finds_what_leaves_name() -> None:
+def test_get_finds_each_leaf_by_its_path() -> None:
     batch = (x(), {"a.b": x(1), "a": {"b": x(2), "c": x(3)}, 5: Pair(x(4), Frozen(x(5), NAMES))})
     paths = [leaf.path for leaf in leaves(batch)]
     assert paths == ["0", "1.a.b", "1.a.b", "1.a.c", "1.5.image", "1.5.label.image", "1.5.label.label"]
     assert get(batch, "0") is batch[0]
     assert get(batch, "1.5.label.image") is batch[1][5].label.image
     assert get(batch, "1.a.c") is batch[1]["a"]["c"]
-    assert get(batch, "1.a.b") is batch[1]["a.b"]  # of two readings the longest key
+    assert get(batch, "1.a.b") is batch[1]["a.b"]  # of two possible keys the longest
     assert get(batch, "1.5.label.label.2") == "sample 2"
     assert get(batch, "") is batch
 
 
 @pytest.mark.parametrize("path", ["y", "x.0", "meta.y", "meta.ids.99", "meta.", ".meta", "meta..ids"])
-def test_get_lists_the_paths_there_are(path: str) -> None:
+def test_get_lists_the_existing_paths(path: str) -> None:
     with pytest.raises(InputError, match=r"no part at path .*'x', 'meta', 'meta\.ids'"):
         get({"x": x(), "meta": {"ids": NAMES}}, path)
 
 
-def test_get_of_a_tensor_says_that_it_has_no_parts() -> None:
+def test_get_from_a_tensor_is_an_error() -> None:
     with pytest.raises(InputError, match=r"path 'labels'.*'' only, which has no parts"):
         get(x(), "labels")
 
@@ -44,7 +44,7 @@ def test_a_path_is_text(path: Any) -> None:
         get({"x": x()}, path)
 
 
-def test_of_equal_names_the_text_is_meant() -> None:
+def test_of_equal_names_the_text_key_is_used() -> None:
     assert get({"in": {1: "number", "1": "text"}}, "in.1") == "text"
     assert get({"in": {"1": "text", 1: "number"}}, "in.1") == "text"
 
@@ -89,7 +89,7 @@ def test_map_arrays_reaches_lists_of_samples_and_0d_arrays() -> None:
     assert (batch["targets"][3]["boxes"] == 0).all()
 
 
-def test_map_arrays_leaves_what_is_no_array() -> None:
+def test_map_arrays_keeps_other_objects() -> None:
     class Moves:
         def to(self, device: str) -> Moves:
             raise AssertionError("map_arrays does not move objects")

@@ -1,4 +1,4 @@
-"""Windows, schedules and the one divisor, on drawn inputs."""
+"""Windows, schedules and the divisor of the loss, on generated inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_windows_hold_every_microbatch_once_and_in_order(count: int, steps: int)
 
 
 @given(count=COUNTS, steps=STEPS)
-def test_dropping_the_tail_drops_nothing_else(count: int, steps: int) -> None:
+def test_dropping_the_tail_keeps_all_other_windows(count: int, steps: int) -> None:
     kept, dropped = list(windows(range(count), steps)), list(windows(range(count), steps, tail="drop"))
     assert [list(w) for w in dropped] == [list(w) for w in kept if len(w) == steps]
     assert len(dropped) == count // steps
@@ -56,7 +56,7 @@ def test_a_schedule_gives_the_length_of_each_window(count: int, lengths: list[in
 
 @given(steps=STEPS)
 def test_windows_read_the_loader_lazily(steps: int) -> None:
-    """A window is loaded when it is asked for, and no micro-batch before."""
+    """Each window loads its micro-batches when it is requested."""
     read: list[int] = []
 
     def loader() -> Iterator[int]:
@@ -91,8 +91,8 @@ def test_a_window_cannot_be_changed() -> None:
     assert repr(window) == "Window of 3 micro-batches" and repr(Window([0])) == "Window of 1 micro-batch"
 
 
-def test_a_window_of_nothing_can_be_made_so_that_an_accumulator_can_refuse_it() -> None:
-    """Other ranks wait for the accumulator of this one, not for its Window."""
+def test_an_empty_window_can_be_constructed() -> None:
+    """The accumulator refuses it, on all ranks; an error in Window would leave the other ranks waiting."""
     assert len(Window([])) == 0 and repr(Window([])) == "Window of 0 micro-batches"
 
 
@@ -107,12 +107,12 @@ def test_bad_accumulation_steps_are_refused_before_the_loader_is_read(steps: obj
 
 
 @pytest.mark.parametrize("tail", ["keep", None, True])
-def test_another_word_for_the_tail_is_refused(tail: object) -> None:
+def test_an_unknown_tail_is_refused(tail: object) -> None:
     with pytest.raises(InputError, match='tail="update" to train on the shorter last window'):
         windows([1], 1, tail=tail)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_no_loader_is_refused() -> None:
+def test_a_loader_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(InputError, match="a loader of type int"):
         windows(5, 1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
@@ -123,7 +123,7 @@ def test_a_bad_first_update_is_refused(first: object) -> None:
         windows([1], 1, first_update=first)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-def test_a_schedule_that_gives_no_count_is_refused_by_update() -> None:
+def test_an_invalid_length_from_a_schedule_is_refused_with_its_update() -> None:
     found = windows(range(9), lambda update: 2 - update)
     assert [len(next(found)), len(next(found))] == [2, 1]
     with pytest.raises(InputError, match=r"accumulation_steps\(2\)=0"):
@@ -167,7 +167,7 @@ def test_a_ramp_runs_between_its_ends(start: int, stop: int, updates: int) -> No
 @given(
     schedule=st.sampled_from([constant(3), piecewise({0: 2, 4: 5}), ramp(1, 9, 6)]), stop=st.integers(0, 9)
 )
-def test_a_schedule_goes_on_after_a_restart(schedule: object, stop: int) -> None:
+def test_a_schedule_resumes_at_any_update(schedule: object, stop: int) -> None:
     loader = list(range(200))
     whole = list(windows(loader, schedule))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     read = sum(len(window) for window in whole[:stop])
@@ -175,7 +175,7 @@ def test_a_schedule_goes_on_after_a_restart(schedule: object, stop: int) -> None
     assert [list(w) for w in rest] == [list(w) for w in whole[stop:]]
 
 
-# -- the one divisor -------------------------------------------------------------------------------------
+# -- the divisor ------------------------------------------------------------------------------------------
 
 
 @given(weights=st.lists(WEIGHTS, min_size=1, max_size=20).filter(any))
@@ -187,7 +187,7 @@ def test_the_scales_of_a_mean_add_up_to_one(weights: list[float]) -> None:
 
 
 @given(weights=st.lists(st.integers(1, 10**6), min_size=1, max_size=20), ranks=st.integers(1, 8))
-def test_scales_are_rounded_once(weights: list[int], ranks: int) -> None:
+def test_each_scale_is_rounded_once(weights: list[int], ranks: int) -> None:
     total = normalize.total_weight(weights)
     assert total == sum(weights) and isinstance(total, int)
     for weight in weights:
@@ -209,7 +209,7 @@ def test_the_total_of_many_ints_is_exact_where_float64_would_stop_counting() -> 
     samples=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40),
     size=st.integers(1, 40),
 )
-def test_the_loss_of_the_parts_is_the_loss_of_the_whole(samples: list[float], size: int) -> None:
+def test_the_loss_of_the_micro_batches_is_the_loss_of_the_batch(samples: list[float], size: int) -> None:
     counts = near_equal(len(samples), size)
     parts, start = [], 0
     for count in counts:
@@ -233,7 +233,7 @@ def test_a_microbatch_without_weight_adds_its_sum() -> None:
     assert math.isnan(normalize.mean_loss([2.0, math.nan, 4.0], [3, 0, 1], reduction="sum"))
 
 
-def test_a_sum_of_huge_losses_is_infinite_and_no_error() -> None:
+def test_a_sum_of_huge_losses_is_infinite_without_an_error() -> None:
     huge = [1.2e308, 1.2e308]
     with pytest.raises(OverflowError):
         math.fsum(huge)  # the premise
@@ -245,7 +245,7 @@ def test_a_sum_of_huge_losses_is_infinite_and_no_error() -> None:
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.data())
 def test_the_divisor_undoes_a_planned_weight(weights: list[int], data: st.DataObject) -> None:
-    """Scaled by the plan, then divided: as if the micro-batches that were left out had never been planned."""
+    """Scaling by the planned weight and then dividing gives the scale without the micro-batches left out."""
     kept = data.draw(st.lists(st.booleans(), min_size=len(weights), max_size=len(weights)).filter(any))
     planned = normalize.total_weight(weights)
     counted = normalize.total_weight([w for w, keep in zip(weights, kept, strict=True) if keep])
@@ -257,13 +257,13 @@ def test_the_divisor_undoes_a_planned_weight(weights: list[int], data: st.DataOb
 
 
 @pytest.mark.parametrize("weight", [-1, -0.5, math.nan, math.inf, True, "3", None, 1j])
-def test_what_is_no_weight_is_refused(weight: object) -> None:
+def test_an_invalid_weight_is_refused(weight: object) -> None:
     with pytest.raises(InputError, match="of micro-batch 7"):
         normalize.check_weight(weight, "micro-batch 7")
 
 
 @given(WEIGHTS)
-def test_a_weight_is_taken_as_it_is(weight: float) -> None:
+def test_a_weight_keeps_its_type(weight: float) -> None:
     class Scalar:
         def item(self) -> float:
             return weight

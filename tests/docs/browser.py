@@ -1,7 +1,7 @@
-"""Pages of the built site in a headless Chromium: what a reader's browser would show as wrong.
+"""Find layout problems, missing pictures and errors of the built site in a headless Chromium.
 
-One run of the browser loads a page of ours, which loads every page of the site in a frame as wide as a phone
-and as a desktop, and sends how wide it came out, which pictures did not load and which errors it raised.
+The browser loads one test page, which loads every page of the site in frames as wide as a phone and a
+desktop. It reports the actual width, pictures that did not load, and errors.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ async function visit(page, width) {
 
 
 def chromium() -> str | None:
-    """Path of a Chromium, or None where there is none."""
+    """Return the path of a Chromium, or None if none is installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def problems(browser: str, site: Path, pages: list[str], profile: Path) -> list[str]:
-    """Visit the pages at both widths.
+    """Visit the pages at both widths and return the problems.
 
     Returns:
         One line for each page that is wider than its window, lacks a picture or raises an error, and each
@@ -83,13 +83,13 @@ def problems(browser: str, site: Path, pages: list[str], profile: Path) -> list[
 
 
 def is_error(line: str) -> bool:
-    """True of a line that the browser logs for an error of a page, not for a message."""
+    """Return True if the browser logged this line for an error of a page."""
     return bool(re.search(r"Error|Failed to load|404", line))
 
 
 @contextmanager
 def served(site: Path, harness: str) -> Iterator[tuple[str, queue.Queue[dict[str, Any]]]]:
-    """Serve the site and the page that visits it on a free port; what that finds goes to the queue."""
+    """Serve the site and the test page on a free port; the queue receives its findings."""
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
 
     class Handler(http.server.SimpleHTTPRequestHandler):

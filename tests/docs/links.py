@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def page_names(site: Path) -> list[str]:
-    """Addresses of all pages of a site, relative to it."""
+    """Return the relative addresses of all pages of a site."""
     return sorted(str(file.relative_to(site)) for file in site.rglob("*.html") if file.name != "404.html")
 
 
 def broken_links(site: Path) -> list[str]:
-    """Links of the site to a page, a file or an anchor that is not there."""
+    """Return the links to a missing page, file or anchor."""
     texts = {
         file: file.read_text(encoding="utf-8") for file in site.rglob("*.html") if file.name != "404.html"
     }

@@ -1,7 +1,6 @@
 """Run the blocks of one page in this process: `python -m tests.docs.run_page PAGE FOLDER`, in that folder.
 
-Ends with an error that names the place in the page, at the first block that fails or prints something else
-than the page says.
+Stops at the first block that fails or whose output differs from the page, with an error that names the line.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tests.docs import snippets
 
 
 def run_python(block: snippets.Block, page: Path, namespace: dict[str, object]) -> str:
-    """Execute the block as if it stood at its lines of the page, so that a traceback shows them."""
+    """Execute the block with its line numbers in the page, so that a traceback shows them."""
     if block.title:
         Path(block.title).write_text(block.text + "\n", encoding="utf-8")
     code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
@@ -29,7 +28,7 @@ def run_python(block: snippets.Block, page: Path, namespace: dict[str, object]) 
 
 
 def run_console(block: snippets.Block, page: Path) -> str:
-    """Run the commands of the block, only superbatch's own, here: a process of its own loads torch again."""
+    """Run the superbatch commands of the block in this process: a child process would load torch again."""
     printed, errors = io.StringIO(), io.StringIO()
     for command in snippets.commands(block):
         name, *arguments = shlex.split(command)

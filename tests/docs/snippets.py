@@ -1,14 +1,14 @@
-"""The blocks of a page of documentation, and how each is marked.
+"""Parse the code blocks of a page of documentation and their marks.
 
-    ```python                       run; all of a page share one namespace, from top to bottom
-    ```python title="recipe.py"     run, and written to that file for the blocks that follow
+    ```python                       run; all blocks of a page share one namespace, from top to bottom
+    ```python title="recipe.py"     run, and written to that file for later blocks
     ```console                      needs a mark: <!-- run --> or <!-- not run: the reason -->
-    ```text                         never run; with <!-- output --> it must be what the block before printed
+    ```text                         never run; with <!-- output --> it must equal the previous block's output
 
-A mark stands on the line above the fence (blank lines between do not matter). `<!-- not run: the reason -->`
-works for python blocks too; the test prints every reason. In an output, `...` stands for any text. A page
-that begins with `<!-- needs: jax, optax -->` is skipped, with a reason, where one of these is not installed.
-Languages that are not listed here (bash, pycon, ...) are an error: no snippet slips through unexecuted.
+A mark is on the line above the fence; blank lines between do not matter. `<!-- not run: the reason -->` works
+for python blocks too. The test prints every reason. In an output, `...` matches any text. A page that begins
+with `<!-- needs: jax, optax -->` is skipped, with a reason, if one of these is not installed. Any other
+language (bash, pycon, ...) is an error, so that no snippet stays unexecuted unnoticed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NOT_EXECUTABLE = {"text", "toml", "yaml", "json", "ini", "bibtex", "diff", "csv"
 
 
 class MarkError(Exception):
-    """A block of a page cannot be read as one of the kinds above."""
+    """A block of a page is of none of the kinds above."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: `line` is the line of its first line of text, counted from 1."""
+    """One fenced block; `line` is the number of its first line of text, counted from 1."""
 
     language: str
     text: str
@@ -65,7 +65,7 @@ def _check(block: Block, page: str) -> Block:
 
 
 def read_blocks(text: str, page: str) -> list[Block]:
-    """The blocks of a page in order; `page` names it in errors."""
+    """Return the blocks of a page in order; `page` is its name in errors."""
     lines = text.splitlines()
     blocks: list[Block] = []
     mark: re.Match[str] | None = None
@@ -94,29 +94,29 @@ def read_blocks(text: str, page: str) -> list[Block]:
 
 
 def pages(root: Path) -> list[Path]:
-    """README.md and every page of docs/."""
+    """Return README.md and every page of docs/."""
     return [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def needed_packages(text: str) -> list[str]:
-    """Which packages a page needs, by `<!-- needs: jax, optax -->`."""
+    """Return the packages in a page's `<!-- needs: jax, optax -->`."""
     found = NEEDS.search(text)
     return [name.strip() for name in found["names"].split(",")] if found else []
 
 
 def missing_packages(text: str) -> list[str]:
-    """Which of the packages that a page needs are not installed."""
+    """Return the packages that a page needs and that are not installed."""
     return [name for name in needed_packages(text) if importlib.util.find_spec(name) is None]
 
 
 def commands(block: Block) -> list[str]:
-    """The command lines of a console block: what follows `$ `, over several lines after a backslash."""
+    """Return the commands of a console block: the text after `$ `, continued after a backslash."""
     joined = block.text.replace("\\\n", " ")
     return [line.removeprefix("$ ") for line in joined.splitlines() if line.startswith("$ ")]
 
 
 def same_output(expected: str, printed: str) -> bool:
-    """Whether `printed` is `expected`: `...` stands for any text, spaces at line ends do not count."""
+    """Return True if `printed` matches `expected`: `...` is any text, spaces at line ends do not count."""
     wanted = [line.rstrip() for line in expected.strip().splitlines()]
     got = "\n".join(line.rstrip() for line in printed.strip().splitlines())
     pattern = re.escape("\n".join(wanted)).replace(r"\.\.\.", ".*?")

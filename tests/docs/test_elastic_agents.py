@@ -1,7 +1,7 @@
-"""Two machines train under torchrun, one is lost, and the other continues with the same effective batch.
+"""Two machines train under torchrun. One is lost; the other continues with the same effective batch.
 
-The machines are two agents on this one, each with a rank. An agent that is killed with its rank is a machine
-that has lost its power.
+Two agents on this machine, each with one rank, stand for the machines. Killing an agent and its rank
+simulates a power failure.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ TRAINING = (
     *(str(ROOT / "examples" / "train.py"), "--updates", str(UPDATES), "--batch", "12"),
     *("--microbatch", "4", "--width", "32", "--every", str(EVERY)),
 )
-# A lost agent is noticed in seconds, not in the half minute that torchrun waits on real networks.
+# Detect a lost agent in seconds; the default of torchrun is half a minute.
 FAST = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,timeout=120"
 
 
 def agent(folder: Path, port: int, said: Path) -> subprocess.Popen[bytes]:
-    """Start an agent with one rank, which needs one or two of them."""
+    """Start an agent with one rank, for a training on one or two agents."""
     launch = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "elastic")
-    meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", FAST)
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", FAST)
     with said.open("wb") as file:
         return subprocess.Popen(
             [
@@ -42,7 +42,7 @@ def agent(folder: Path, port: int, said: Path) -> subprocess.Popen[bytes]:
                 "-m",
                 "torch.distributed.run",
                 *launch,
-                *meet,
+                *rendezvous,
                 "--local-addr",
                 "127.0.0.1",
                 *TRAINING,
@@ -55,13 +55,13 @@ def agent(folder: Path, port: int, said: Path) -> subprocess.Popen[bytes]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that one has started, and theirs."""
+    """Return the child processes of a process and their children."""
     own = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [*own, *(inner for each in own for inner in children(each))]
 
 
 def end(program: subprocess.Popen[bytes]) -> None:
-    """Kill an agent and its rank, unless they have ended."""
+    """Kill an agent and its rank if they still run."""
     if program.poll() is None:
         ranks = children(program.pid)
         for pid in (program.pid, *ranks):
@@ -71,7 +71,7 @@ def end(program: subprocess.Popen[bytes]) -> None:
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """Return what a training has logged of each update."""
+    """Return the logged row of each update."""
     log = folder / "out" / "log.jsonl"
     return [json.loads(row) for row in log.read_text().splitlines()] if log.exists() else []
 
@@ -88,7 +88,7 @@ def test_a_machine_is_lost_and_the_other_one_continues(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     deadline = time.monotonic() + PATIENCE
     with ExitStack() as stack:
-        first = agent(elastic, port, tmp_path / "first.txt")  # it keeps the rendezvous, so it must stay
+        first = agent(elastic, port, tmp_path / "first.txt")  # it hosts the rendezvous, so it must survive
         stack.callback(end, first)
         time.sleep(1.0)
         second = agent(elastic, port, tmp_path / "second.txt")
@@ -103,7 +103,7 @@ def test_a_machine_is_lost_and_the_other_one_continues(tmp_path: Path) -> None:
     assert re.search(r"begins: .* 2 ranks", said), "premise: both have trained"
     resumed = re.search(r"resumes out/\S*-(\d+): .* 1 ranks", said)
     assert resumed, said
-    assert 0 < int(resumed[1]) <= done < UPDATES, "premise: it was lost on its way"
+    assert 0 < int(resumed[1]) <= done < UPDATES, "premise: it was lost during training"
     assert "RankError: Another rank has ended" in said
     expected, found = rows(whole), rows(elastic)
     assert len(found) == len(expected) == UPDATES

@@ -1,4 +1,4 @@
-"""The page on errors has a section for every error type: its cause and its cure."""
+"""The page on errors has a section with cause and cure for every error type."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BASE = "SuperbatchError"
 
 
 def error_types(folder: Path) -> set[str]:
-    """Names of the classes below `folder` that derive from the base of all errors, directly or not."""
+    """Return the names of classes below `folder` that derive from the base of all errors."""
     bases: dict[str, set[str]] = {}
     for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -27,7 +27,7 @@ def error_types(folder: Path) -> set[str]:
 
 
 def sections(text: str) -> dict[str, str]:
-    """Text of each section by its heading."""
+    """Return the text of each section by its heading."""
     parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 

@@ -1,4 +1,4 @@
-"""The programs of examples/ in small: what they print, and that the one that trains can be stopped."""
+"""Programs of examples/ at a small size: their output, and stopping and resuming a training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DISTANCES = {
     "moe_balance.py": (["--updates", "3"], "plain accumulation, 32", "superbatch, 32"),
 }
 
-# A release of a host is no failure by itself.
+# A newer release of a host library must not fail a test by itself.
 NEW_HOST = "ignore:superbatch.integrations was tested with:UserWarning"
 
 
@@ -91,7 +91,7 @@ def test_the_training_program_is_stopped_and_resumes_bit_for_bit(
         os.kill(program.pid, number)
         assert program.wait() == code, program.output()
     (saved,) = (path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
-    assert 0 < int(saved.rsplit("-", 1)[1]) < UPDATES, "premise: it was stopped on its way"
+    assert 0 < int(saved.rsplit("-", 1)[1]) < UPDATES, "premise: it was stopped during training"
     again = run("train.py", *LONGER, folder=tmp_path)
     assert again.startswith(f"resumes out/{saved}: ")
     assert "noise scale " in again
@@ -103,7 +103,7 @@ def test_the_training_program_is_stopped_and_resumes_bit_for_bit(
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training that is never stopped."""
+    """Return the folder of an uninterrupted training."""
     pytest.importorskip("safetensors", reason="safetensors is not installed (extra: checkpoint)")
     folder = tmp_path_factory.mktemp("straight")
     printed = run("train.py", *LONGER, folder=folder)
@@ -115,13 +115,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The log, but for evaluations, of which a stop adds one."""
+    """Return the log without evaluations: a stop adds one."""
     lines = (folder / "out" / "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [{k: v for k, v in json.loads(line).items() if k != "held_out"} for line in lines]
 
 
 def end_of(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a folder's last checkpoint."""
+    """Return the tensors of a folder's last checkpoint."""
     from safetensors.torch import load_file
 
     last = max(path for path in (folder / "out").iterdir() if path.is_dir())
@@ -172,7 +172,7 @@ def needs(library: str) -> None:
 
 
 def run_host(name: str, *, folder: Path) -> str:
-    """Run an example inside another library's loop, in a fresh interpreter."""
+    """Run an example for another library's training loop in a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / name],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""The notebook of examples/: its cells run, and print what is saved in it."""
+"""The notebook of examples/: its cells run and print the saved output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def saved(cell: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     return [output for output in cell["outputs"] if output["output_type"] == kind]
 
 
-def test_the_cells_print_what_is_saved_and_draw_as_many_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cells_print_the_saved_output_and_draw_every_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")
     shown: list[int] = []

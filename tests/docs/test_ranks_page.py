@@ -1,4 +1,4 @@
-"""The program of the page on ranks, under torchrun as the page says."""
+"""The program of the page on ranks, run under torchrun."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_example_is_the_program_of_the_page() -> None:
 
 
 @pytest.mark.slow
-def test_the_program_of_the_page_prints_what_the_page_says(tmp_path: Path) -> None:
+def test_the_program_prints_the_output_of_the_page(tmp_path: Path) -> None:
     blocks = snippets.read_blocks((ROOT / "docs" / "ranks.md").read_text(encoding="utf-8"), "ranks.md")
     program = next(block for block in blocks if block.title == "train.py")
     (tmp_path / "train.py").write_text(program.text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The front page is short, and begins with what a newcomer needs."""
+"""README.md is short and begins with the text that a newcomer needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_WORDS = 600
 
 
 def prose(text: str) -> str:
-    """The text without code blocks, comments, tables and the targets of links; texts of pictures stay."""
+    """Return the text without code blocks, comments, tables and link targets; texts of pictures stay."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
@@ -47,7 +47,7 @@ def test_words_are_counted(text: str, expected: int):
     assert words(text) == expected
 
 
-def test_the_first_screen_says_what_it_is_why_and_how():
+def test_the_first_screen_says_what_why_and_how():
     text = README.read_text(encoding="utf-8")
     parts = (
         "Exact gradient accumulation",

@@ -1,4 +1,4 @@
-"""The tables of docs/exactness.md and README.md are those of the record that one run made."""
+"""The tables of docs/exactness.md and README.md come from the JSON record of one run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TABLES = [
 
 
 @pytest.mark.parametrize(("path", "name", "table"), TABLES, ids=[name for _, name, _ in TABLES])
-def test_a_published_table_is_that_of_the_record(path, name, table):
+def test_a_published_table_equals_the_record(path, name, table):
     text = path.read_text(encoding="utf-8")
     again = "run `python benchmarks/exactness.py --publish` where the other libraries are installed"
     assert scorecard.replaced(text, name, table) == text, again
 
 
-def test_another_number_is_another_table():
+def test_a_changed_number_changes_the_table():
     changed = copy.deepcopy(RECORD)
     rows = [row for row in changed["rows"] if row["case"] == "tail window"]
     assert len(rows) == 2
@@ -35,12 +35,12 @@ def test_another_number_is_another_table():
 def test_the_record_has_every_column_and_case_in_both_precisions():
     columns = set(RECORD["columns"])
     assert {"tutorial", "accelerate", "lightning", "hf", "ours"} <= columns
-    assert len(RECORD["rows"]) == 2 * len(RECORD["cases"]) - 1, "the bfloat16 case stands once"
+    assert len(RECORD["rows"]) == 2 * len(RECORD["cases"]) - 1, "the bfloat16 case occurs once"
     assert all(set(row["cells"]) == columns for row in RECORD["rows"])
     assert {"torch", "accelerate", "lightning", "transformers"} == set(RECORD["versions"])
 
 
-def test_ours_is_within_its_bound_in_the_record():
+def test_superbatch_is_within_its_bound_in_the_record():
     wrong = [row["case"] for row in RECORD["rows"] if not row["cells"]["ours"]["error"] <= row["bound"]]
     assert not wrong
 

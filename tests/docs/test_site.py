@@ -1,4 +1,4 @@
-"""The site builds with every warning as an error, and holds what it promises."""
+"""The site builds with warnings as errors, and its pages are complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site."""
+    """Build the site."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra: docs)")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
@@ -67,7 +67,7 @@ def test_every_public_name_is_in_the_reference(site: Path, package: str, name: s
         if key[0] != "_" and not isinstance(value, types.ModuleType)
     ]
     assert len(public) >= 3, "the premise: the package re-exports its public names"
-    # The second form: a function that has the name of its module.
+    # The second form: a function with the name of its module.
     missing = [key for key in public if not re.search(rf'id="{package}\.(?:{key}\.)?{key}"', text)]
     assert not missing
 
@@ -101,7 +101,7 @@ def test_files_of_the_root_are_pages(site: Path) -> None:
     assert "What a test looks like" in page(site, "contributing")
 
 
-def test_every_decision_is_listed_under_a_number_of_its_own(site: Path) -> None:
+def test_every_decision_has_a_unique_number_and_is_listed(site: Path) -> None:
     decisions = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
     assert decisions
     index = page(site, "decisions")
@@ -129,7 +129,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert links.broken_links(tmp_path) == ["index.html: #b", "index.html: other/"]
 
 
-# In a headless browser: nothing overflows, no picture is missing, no error is on the console.
+# In a headless browser: no overflow, no missing picture, no error on the console.
 
 FEW = ("index.html", "exactness/index.html")  # the front page, and the widest table
 
@@ -159,7 +159,7 @@ WRONG = {
 }
 
 
-def test_what_is_wrong_is_found(chromium: str, tmp_path: Path) -> None:
+def test_problems_of_a_page_are_found(chromium: str, tmp_path: Path) -> None:
     site = tmp_path / "site"
     for name, (body, _) in WRONG.items():
         (site / name).mkdir(parents=True)

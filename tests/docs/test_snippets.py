@@ -1,4 +1,4 @@
-"""Every snippet of README.md and docs/ is run: a page that shows code that does not work fails here."""
+"""Run every snippet of README.md and docs/."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from _pytest.mark.structures import ParameterSet  # what pytest.param returns has no public name
+from _pytest.mark.structures import ParameterSet  # the type of pytest.param() is not public
 
 from tests import forked
 from tests.docs import snippets
@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNNER = "tests.docs.run_page"
 LIMIT = 180  # seconds for a page
 HOSTS = {"transformers", "trl", "lightning", "accelerate", "sentence_transformers"}
-# Keras 3.15 makes arrays of its variables in a way that NumPy 2 deprecates.
-# A release of a host is no failure by itself.
+# Warnings that must not fail a page: a newer release of a host library than tested, and
+# Keras 3.15, which converts variables to arrays in a way that NumPy 2 deprecates.
 NEW_HOST = "ignore:superbatch.integrations was tested with:UserWarning"
 KERAS_VARIABLES = "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
 
 
 def run(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a page in a process of its own, with warnings as errors, in `folder`."""
+    """Run a page in `folder` in a child process, with warnings as errors."""
     arguments = ["-W", "error", "-W", KERAS_VARIABLES, "-W", NEW_HOST, "-m", RUNNER, page, folder]
     backends = {"jax", "tensorflow", "keras"}.intersection(snippets.needed_packages(page.read_text("utf-8")))
     if backends:  # they start threads
@@ -39,7 +39,7 @@ def name_of(page: Path) -> str:
 
 
 def marked(page: Path) -> ParameterSet:
-    """A page that needs a backend is a test of that backend; so are those of the integrations."""
+    """Mark the test of a page with its backend or with the integrations."""
     needed = snippets.needed_packages(page.read_text(encoding="utf-8"))
     marks = [getattr(pytest.mark, name) for name in ("jax", "tensorflow", "keras") if name in needed]
     if HOSTS.intersection(needed):
@@ -59,11 +59,11 @@ def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_is_not_run_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_that_are_not_run_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     for page in snippets.pages(ROOT):
         for block in snippets.read_blocks(page.read_text(encoding="utf-8"), name_of(page)):
             if block.mark == "not run":
-                with capsys.disabled():  # it shall be seen when everything passes, too
+                with capsys.disabled():  # shown even if all tests pass
                     print(f"\n{name_of(page)}:{block.line} is not run: {block.reason}", end="")
 
 
@@ -74,7 +74,7 @@ def test_the_pages_are_found() -> None:
     assert sum(block.language == "python" and block.is_run for block in readme) >= 1
 
 
-# What the harness must find.
+# Errors that the harness must find.
 
 GOOD = """
 # A page
@@ -155,12 +155,12 @@ def test_a_titled_block_is_a_file_for_those_after_it(tmp_path: Path) -> None:
         ("```python\nx\n", "never closed"),
     ],
 )
-def test_a_block_that_could_slip_through_is_an_error(text: str, message: str) -> None:
+def test_a_block_without_a_known_mark_is_an_error(text: str, message: str) -> None:
     with pytest.raises(snippets.MarkError, match=message):
         snippets.read_blocks(text, "page.md")
 
 
-def test_a_reason_leaves_a_block_out() -> None:
+def test_a_block_with_a_reason_is_not_run() -> None:
     (block,) = snippets.read_blocks("<!-- not run: needs a GPU -->\n\n```python\nx\n```\n", "page.md")
     assert not block.is_run
     assert block.reason == "needs a GPU"
@@ -171,7 +171,7 @@ def test_an_indented_block_is_read_without_its_indent() -> None:
     assert block.text == "if x:\n    y"
 
 
-def test_commands_go_on_after_a_backslash() -> None:
+def test_commands_continue_after_a_backslash() -> None:
     (block,) = snippets.read_blocks(
         "<!-- run -->\n```console\n$ superbatch a \\\n    --b\noutput\n$ superbatch c\n```\n", "page.md"
     )
@@ -181,9 +181,9 @@ def test_commands_go_on_after_a_backslash() -> None:
     ]
 
 
-def test_a_page_says_what_it_needs() -> None:
+def test_a_page_lists_the_packages_it_needs() -> None:
     assert snippets.missing_packages("# No needs\n") == []
     assert snippets.missing_packages("<!-- needs: json -->\n# A page\n") == []
     assert snippets.missing_packages("<!-- needs: json, not_there -->\n# A page\n") == ["not_there"]
     page = ROOT / "docs" / "jax.md"
-    assert snippets.NEEDS.search(page.read_text(encoding="utf-8")), "the premise: one page needs something"
+    assert snippets.NEEDS.search(page.read_text(encoding="utf-8")), "the premise: one page needs a package"

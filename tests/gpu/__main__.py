@@ -1,7 +1,7 @@
 """Run the checks without pytest: `python -m tests.gpu [--device cuda] [--json FILE] [NAME ...]`.
 
-Each result is printed and written as soon as it is there. The checks share a process until one crashes it,
-breaks its CUDA context or exceeds its time; a new process then runs the rest.
+Each result is printed and written at once. The checks share a process until one crashes it, breaks its CUDA
+context or exceeds its time; a new process then runs the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ("-m", "tests.gpu")
-START_UP = 60.0  # seconds that a process may take to import torch and find its device
+START_UP = 60.0  # seconds for a process to import torch and find its device
 
 
 def work(names: Sequence[str], device_name: str, *, small: bool) -> int:
@@ -43,7 +43,7 @@ def work(names: Sequence[str], device_name: str, *, small: bool) -> int:
             result["figures"] = check.function(Run(device, small))
         except Skip as reason:
             result |= {"outcome": "skipped", "reason": str(reason)}
-        except Exception as error:  # noqa: BLE001  (one result for each check, whatever it raises)
+        except Exception as error:  # noqa: BLE001  (every check has a result)
             failed += 1
             result |= {"outcome": "failed", "reason": f"{type(error).__name__}: {error}"[:2000]}
             result["traceback"] = traceback.format_exc()[-3000:]
@@ -64,7 +64,7 @@ def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> Non
 def collect(
     names: list[str], arguments: list[str], limits: dict[str, float], until: float
 ) -> list[dict[str, Any]]:
-    """Results of one process; the last one says how it ended, if it did not reach the end."""
+    """Return the results of one process; if it ended early, the last one gives the reason."""
     command = [sys.executable, *WORKER, "--here", *names, *arguments]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -87,7 +87,7 @@ def collect(
                 break
             if line is None:
                 broken = bool(results) and "CUDA error" in results[-1].get("reason", "")
-                if not broken:  # a broken context was the fault of the check before
+                if not broken:  # the check before broke the context
                     reason = f"the process ended with {process.wait()}: " + "".join(tail[-15:])
                     results.append({"check": names[len(results)], "outcome": "failed", "reason": reason})
                 break

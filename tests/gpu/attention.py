@@ -1,4 +1,4 @@
-"""Layers with kernels of their own on a GPU: attention backends, recurrent layers, RMSNorm."""
+"""Layers with special GPU kernels: attention backends, recurrent layers, RMSNorm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gpu.check import Figures, Run
 
 
 class Attention(nn.Module):
-    """One head per 16 features, with the dropout that GPT-2 and BERT have by default."""
+    """Attention with one head per 16 features and the default dropout of GPT-2 and BERT."""
 
     def __init__(self, dropout: float, causal: bool) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class Attention(nn.Module):
 
 
 def _coupled(model: nn.Module, x: Tensor) -> Tensor:
-    """A loss over the batch's own statistics, so that the backward meets every sample."""
+    """Loss over statistics of the batch, so that the backward depends on every sample."""
     z = model(x)
     return ((z - z.mean(0)) / (z.std(0) + 0.1)).pow(3).mean() + z.square().mean()
 
 
 def _compare(model: nn.Module, x: Tensor, run: Run, *, draws: bool) -> float:
-    """The error of a virtual batch in micro-batches of three, against the large batch with the same seed."""
+    """Return the error of a virtual batch in micro-batches of three, against the large batch."""
     ours = copy.deepcopy(model)
     torch.manual_seed(5)
     _coupled(model, x.to(run.device)).backward()
@@ -48,7 +48,7 @@ def _compare(model: nn.Module, x: Tensor, run: Run, *, draws: bool) -> float:
 
 
 def attention_backends(run: Run) -> Figures:
-    """Each backend forced, causal and not, with dropout and without, in the dtypes that it takes."""
+    """Each forced attention backend is exact: causal or not, with and without dropout, in its dtypes."""
     figures: Figures = {}
     for backend in (
         SDPBackend.MATH,
@@ -85,7 +85,7 @@ def attention_backends(run: Run) -> Figures:
 
 
 class Last(nn.Module):
-    """A recurrent layer, and what it returns for all places."""
+    """A recurrent layer; return only its outputs for all positions."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Last(nn.Module):
 
 
 def layers(run: Run) -> Figures:
-    """Recurrent layers (cuDNN's), RMSNorm, LayerNorm, GroupNorm, and an embedding, in float64."""
+    """Recurrent layers (cuDNN), RMSNorm, LayerNorm, GroupNorm and an embedding are exact in float64."""
     makers: dict[str, Callable[[], nn.Module]] = {
         "LSTM": lambda: Last(nn.LSTM(6, 8, batch_first=True)),
         "GRU": lambda: Last(nn.GRU(6, 8, batch_first=True)),

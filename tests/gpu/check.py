@@ -1,4 +1,4 @@
-"""A check on a device: a plain function, so that it runs without pytest too."""
+"""A check on a device, as a plain function that also runs without pytest."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Figures = dict[str, Any]
 
 
 class Skip(Exception):
-    """Raised by a check that has no meaning on this machine; the text says why."""
+    """Raised by a check that does not apply to this machine; the text gives the reason."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The circumstances of one run.
+    """Settings of one run.
 
     Attributes:
-        device: under test.
+        device: device under test.
         small: use tiny sizes, as the dry run on a CPU does.
     """
 
@@ -30,12 +30,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Check:
-    """One question to the device.
+    """A named check with a time limit.
 
     Attributes:
-        name: unique, without blanks.
-        function: raises AssertionError where the answer is wrong; returns the figures it found.
-        seconds: time after which the runner stops it.
+        name: unique name without blanks.
+        function: raises AssertionError for a wrong result; returns the measured figures.
+        seconds: time limit.
     """
 
     name: str

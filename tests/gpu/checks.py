@@ -1,4 +1,4 @@
-"""All checks, in the order in which a first run on a new device asks them."""
+"""All checks, in the order for a first run on a new device."""
 
 from __future__ import annotations
 

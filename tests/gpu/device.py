@@ -1,6 +1,6 @@
-"""The few calls that differ between CUDA and the CPU of a dry run.
+"""Calls that differ between CUDA and the CPU of a dry run.
 
-A dry run executes the same lines; a CPU has no allocator statistics, so they read as zero there.
+A dry run executes the same lines. A CPU has no allocator statistics, so they are zero there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes of live tensors."""
+    """Return the bytes of live tensors."""
     synchronize(device)
     gc.collect()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def statistic(device: torch.device, name: str) -> int:
-    """One entry of `torch.cuda.memory_stats`."""
+    """Return one entry of `torch.cuda.memory_stats`."""
     return int(torch.cuda.memory_stats(device).get(name, 0)) if device.type == "cuda" else 0
 
 
@@ -37,7 +37,7 @@ def reset_peak(device: torch.device) -> None:
 
 @contextmanager
 def fraction_of_memory(device: torch.device, fraction: float) -> Iterator[int]:
-    """Let this process take only a fraction of the device's memory; yields the bytes."""
+    """Limit this process to a fraction of the device's memory; yield the bytes."""
     if device.type != "cuda":
         yield 1 << 30
         return
@@ -53,7 +53,7 @@ def fraction_of_memory(device: torch.device, fraction: float) -> Iterator[int]:
 
 @contextmanager
 def no_tf32() -> Iterator[None]:
-    """Compute float32 products and convolutions in float32."""
+    """Compute float32 products and convolutions without TF32."""
     matmul = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -65,9 +65,9 @@ def no_tf32() -> Iterator[None]:
 
 @contextmanager
 def synchronisations(device: torch.device) -> Iterator[list[str]]:
-    """Collect one entry, `file:line`, for each host read that torch's sync debug mode sees.
+    """Collect one entry, `file:line`, for each host read that torch's sync debug mode reports.
 
-    The mode does not see pageable copies, cudaMalloc and waits for events.
+    The mode does not report pageable copies, cudaMalloc and waits for events.
     """
     found: list[str] = []
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Versions, and the ordinary tests with the device as torch's default."""
+"""Versions, and ordinary tests with the device as torch's default."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = [
 
 
 def versions(run: Run) -> Figures:
-    """Everything that a figure depends on."""
+    """Return the versions and settings that figures depend on."""
     figures: Figures = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -43,9 +43,9 @@ def versions(run: Run) -> Figures:
 
 
 def ordinary_tests(run: Run) -> Figures:
-    """Run a part of tests/torch with the device as default; failures are listed, not judged.
+    """Run some of tests/torch with the device as default; report failures without failing.
 
-    Many of those tests draw from a generator of the CPU on purpose, which the device refuses.
+    Many of these tests use a CPU generator on purpose, which raises on the device.
     """
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""Gradients on the device against those of the large batch there."""
+"""Gradients on the device against those of the large batch on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.gpu.check import Figures, Run
 
 
 def _rounding(make: Callable[..., tasks.Task], run: Run, dtype: torch.dtype) -> float:
-    """The relative error to allow: in float32, four times that of the large batch itself."""
+    """Return the allowed relative error: in float32 four times that of the large batch itself."""
     if dtype == torch.float64:
         return 1e-12
     task, exact = make(run.device, dtype), make(run.device, torch.float64)
@@ -29,7 +29,7 @@ def _rounding(make: Callable[..., tasks.Task], run: Run, dtype: torch.dtype) -> 
 
 
 def plain_window(run: Run) -> Figures:
-    """A window in float64, for three models and four sizes, tails and token weights among them."""
+    """A window is exact in float64 for three models and four sizes, with tails and token weights."""
     figures: Figures = {}
     for make in tasks.SEPARABLE:
         task = make(run.device)
@@ -42,9 +42,9 @@ def plain_window(run: Run) -> Figures:
 
 
 def every_precision(run: Run) -> Figures:
-    """Plain windows and `"auto"` in float32 without TF32 and in bfloat16 under autocast.
+    """Windows and `"auto"` are within bounds in float32 without TF32 and in bfloat16 autocast.
 
-    The bound of autocast is measured: twice the distance of the large batch from itself in float32.
+    The bound of autocast is twice the difference between the large batch in bfloat16 and in float32.
     """
     figures: Figures = {}
     with devices.no_tf32():
@@ -66,7 +66,7 @@ def every_precision(run: Run) -> Figures:
 
 
 def virtual_batchnorm(run: Run) -> Figures:
-    """`virtual_batch` through a conv net with BatchNorm, in float64 and float32."""
+    """`virtual_batch` is exact through a conv net with BatchNorm, in float64 and float32."""
     figures: Figures = {}
     with devices.no_tf32():
         for dtype in (torch.float64, torch.float32):
@@ -74,7 +74,7 @@ def virtual_batchnorm(run: Run) -> Figures:
             task = tasks.batchnorm(run.device, dtype)
             expected = tasks.large_batch(task, run.device)
             plain, _ = tasks.accumulated(task, run.device, 4, participants=[GhostBatchNorm()])
-            assert tasks.error(plain, expected) > 1e-3, "premise: plain accumulation is another gradient"
+            assert tasks.error(plain, expected) > 1e-3, "premise: plain accumulation gives another gradient"
             for size in (1, 4, 8):
                 model = copy.deepcopy(task.model)
                 with virtual_batch(model, size, device=run.device) as batch:
@@ -88,14 +88,14 @@ def virtual_batchnorm(run: Run) -> Figures:
 
 
 def task_buffers(model: nn.Module, task: tasks.Task, device: torch.device) -> dict[str, Tensor]:
-    """Buffers after one forward of the whole batch."""
+    """Return the buffers after one forward of the whole batch."""
     model = copy.deepcopy(model)
     task.loss(model, tasks.on(device, task.batch))
     return dict(model.named_buffers())
 
 
 def whole_batch(run: Run) -> Figures:
-    """`WholeBatch` with a fixed size and `"auto"`, several updates of Adam, in float64."""
+    """`WholeBatch` with a fixed size and `"auto"` is exact over several updates of Adam in float64."""
     figures: Figures = {}
     sizes: tuple[Any, ...] = (5,) if run.small else (1, 5, "auto")
     for size in sizes:
@@ -107,7 +107,7 @@ def whole_batch(run: Run) -> Figures:
 
 
 def cached(run: Run) -> Figures:
-    """`cached_gradients` of a contrastive loss with dropout: the second pass repeats the device's draws."""
+    """`cached_gradients` of a contrastive loss repeats the device's dropout in the second pass."""
     torch.manual_seed(0)
     tower = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 8))
     tower = tower.to(run.device, torch.float64)
@@ -126,13 +126,13 @@ def cached(run: Run) -> Figures:
     tower.zero_grad()
     torch.manual_seed(1)
     parts = [{name: x[i : i + 4].to(run.device) for name, x in batch.items()} for i in range(0, 20, 4)]
-    rows = [encode(part) for part in parts]  # the same draws, in the order of the micro-batches
+    rows = [encode(part) for part in parts]  # same random numbers, in the order of the micro-batches
     contrast({name: torch.cat([row[name] for row in rows]) for name in ("a", "b")}).backward()
     return {"error": tasks.assert_exact(found, tasks.gradients_of(tower), 1e-12, "cached")}
 
 
 def mixed_devices(run: Run) -> Figures:
-    """One model on the CPU and one on the device in the same window."""
+    """A window with one model on the CPU and one on the device is exact."""
     torch.manual_seed(0)
     first, second = nn.Linear(6, 8).double(), nn.Linear(8, 3).to(run.device, torch.float64)
     x, y = torch.randn(10, 6).double(), torch.randn(10, 3).double()

@@ -23,7 +23,7 @@ def _train(task: tasks.Task, model: Any, run: Run, updates: int = 3) -> list[flo
 
 
 def compiled(run: Run) -> Figures:
-    """`torch.compile` with `mode="reduce-overhead"`: losses of replayed graphs share one storage."""
+    """`torch.compile` with CUDA graphs, whose losses share one storage, gives the losses of eager mode."""
     if shutil.which("cc") is None and shutil.which("gcc") is None:
         raise Skip("torch.compile needs a C compiler")
     task = tasks.mlp(run.device, torch.float32)
@@ -39,7 +39,7 @@ def compiled(run: Run) -> Figures:
 
 
 def graphed_callables(run: Run) -> Figures:
-    """`torch.cuda.make_graphed_callables`: outputs and gradients live in the graph's own memory."""
+    """`torch.cuda.make_graphed_callables`, with outputs in the graph's memory, gives eager losses."""
     task = tasks.mlp(run.device, torch.float32)
     eager = _train(task, copy.deepcopy(task.model), run)
     model = copy.deepcopy(task.model)
@@ -53,7 +53,7 @@ def graphed_callables(run: Run) -> Figures:
 
 
 def scaled_half(run: Run) -> Figures:
-    """float16 autocast with a GradScaler and fused Adam; an overflow skips one update, not two."""
+    """With float16 autocast, a GradScaler and fused Adam, an overflow skips one update."""
     task = tasks.mlp(run.device, torch.float32)
     model = copy.deepcopy(task.model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
@@ -78,7 +78,7 @@ def scaled_half(run: Run) -> Figures:
 
 
 def compiled_virtual(run: Run) -> Figures:
-    """`virtual_batch(compile=True)` compiles what it recorded, for the device."""
+    """`virtual_batch(compile=True)` compiles the recorded program for the device."""
     if shutil.which("cc") is None and shutil.which("gcc") is None:
         raise Skip("torch.compile needs a C compiler")
     if run.small:

@@ -1,4 +1,4 @@
-"""Running out of memory for real, sizes that are found, and memory that stays behind."""
+"""Real out-of-memory errors, sizes that "auto" finds, and memory leaks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _wide(run: Run) -> tuple[nn.Module, dict[str, Tensor], int]:
-    """A model whose activations are large beside its parameters; batch and samples."""
+    """Return a model with large activations and few parameters, its batch and number of samples."""
     width, samples = (64, 32) if run.small else (4096, 2048)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.GELU())))
@@ -41,7 +41,7 @@ def _snapshot(model: nn.Module) -> list[Tensor]:
 
 
 def _ballast(run: Run, left: int) -> Tensor:
-    """Take all free memory of the device but `left` bytes."""
+    """Allocate all free memory of the device but `left` bytes."""
     if run.device.type != "cuda":
         return torch.empty(0)
     torch.cuda.empty_cache()
@@ -50,9 +50,9 @@ def _ballast(run: Run, left: int) -> Tensor:
 
 
 def out_of_memory(run: Run) -> Figures:
-    """Twelve amounts of free memory, from far too little: the same update, or an error and nothing changed.
+    """With any of twelve amounts of free memory, a window gives the same update, or an error and no change.
 
-    The failure meets the forward, the backward and the optimizer's first step, whichever asks first.
+    The failure occurs in the forward, the backward or the optimizer's first step.
     """
     model, batch, samples = _wide(run)
     reference = copy.deepcopy(model)
@@ -88,7 +88,7 @@ def out_of_memory(run: Run) -> Figures:
                 dict(mine.named_parameters()), _snapshot(mine), before, expected, strict=True
             ):
                 wanted = then if outcome.startswith("refused") else now
-                # Adam's first step is lr x sign: an element whose gradient is rounding may go the other way.
+                # Adam's first step is lr x sign: rounding may change the sign for a gradient near 0.
                 share = float(((found - wanted).abs() > 1e-4).float().mean())
                 assert share < 1e-3, f"{outcome} with {left} bytes left, but {share:.1%} of {name} differ"
             figures[f"{left >> 20} MiB left"] = outcome
@@ -102,7 +102,7 @@ def out_of_memory(run: Run) -> Figures:
 
 
 def out_of_memory_virtual(run: Run) -> Figures:
-    """A virtual batch that runs out of memory leaves no gradient, or the right one."""
+    """A virtual batch that runs out of memory leaves no gradient or the exact one."""
     model, batch, samples = _wide(run)
     expected: dict[str, Tensor] = {}
     figures: Figures = {}
@@ -125,7 +125,7 @@ def out_of_memory_virtual(run: Run) -> Figures:
 
 
 def expandable_segments(run: Run) -> Figures:
-    """`out_of_memory` again in a process whose allocator has expandable segments."""
+    """Repeat `out_of_memory` in a process whose allocator has expandable segments."""
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, "-m", "tests.gpu", "--here", "out_of_memory", "--device", str(run.device)]
     done = subprocess.run(
@@ -141,7 +141,7 @@ def expandable_segments(run: Run) -> Figures:
 
 
 def found_sizes(run: Run) -> Figures:
-    """`"largest"` and `"auto"` within a tenth of the memory: no failed trial, few allocator retries."""
+    """`"largest"` and `"auto"` find a size in a tenth of the memory, without failed trials."""
     model, batch, _ = _wide(run)
     figures: Figures = {}
     fraction = 0.02 if not run.small else 0.1
@@ -173,7 +173,7 @@ def _resident() -> int:
 
 
 def leaks(run: Run) -> Figures:
-    """Live bytes on the device after 20 updates are those after 5, plain and with virtual batches."""
+    """Live bytes after 20 updates equal those after 5, for plain windows and virtual batches."""
     figures: Figures = {}
     kinds = {"plain": partial(Accumulator, participants=[GhostBatchNorm()]), "whole batch": WholeBatch}
     for name, kind in kinds.items():
@@ -194,14 +194,14 @@ def leaks(run: Run) -> Figures:
 
 
 def _pinned() -> dict[str, int]:
-    read = getattr(torch.cuda, "host_memory_stats", None)  # from torch 2.7 on
+    read = getattr(torch.cuda, "host_memory_stats", None)  # torch >= 2.7
     if read is None or not torch.cuda.is_available():
         return {}
     return {name: int(value) for name, value in read().items() if name.endswith("bytes.current")}
 
 
 def many_devices(run: Run) -> Figures:
-    """Models on two devices: generators and caches of both are looked after."""
+    """A window with models on two devices makes an update."""
     if run.device.type == "cuda" and torch.cuda.device_count() < 2:
         raise Skip("one GPU is visible")
     others = [torch.device("cuda", 1)] if run.device.type == "cuda" else [run.device]

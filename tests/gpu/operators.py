@@ -1,4 +1,4 @@
-"""Every rule of the operator table on the device, against plain tensors on the CPU in float64."""
+"""Each rule of the operator table on the device, against plain tensors on the CPU in float64."""
 
 from __future__ import annotations
 
@@ -66,20 +66,20 @@ def _on_virtual(case: OperatorCase, device: torch.device) -> tuple[list[Tensor],
 def _difference(ours: Any, theirs: Any) -> float:
     worst = 0.0
     for a, b in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
-        assert (a is None) == (b is None), "a gradient is there on one side only"
+        assert (a is None) == (b is None), "only one of the two has a gradient"
         if a is None or not a.numel():
             continue
         if not (b.is_floating_point() or b.is_complex()):
             assert torch.equal(a, b), "other integers"
             continue
-        same = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)  # equal infinities and NaN are no error
+        same = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)  # infinities and NaN may be equal
         scale = max(float(b.abs().nan_to_num(0, 0, 0).max()), 1e-3)
         worst = max(worst, float((a - b).abs().where(~same, 0.0).nan_to_num(1, 1, 1).max()) / scale)
     return worst
 
 
 def table(run: Run) -> Figures:
-    """Values and gradients of each operator; what the device has no kernel for is counted and named."""
+    """Values and gradients of each operator are right; operators without a kernel are counted and named."""
     cases = [case for case in ALL_OPERATORS if not case.random]
     assert len(cases) > 300, "premise: the table has its operators"
     cases = cases[::40] if run.small else cases

@@ -17,14 +17,14 @@ from tests.gpu.check import Figures, Run
 
 
 class Noisy(nn.Module):
-    """Dropout whose samples lie in dimension 1, recomputed in the backward."""
+    """Dropout with samples in dimension 1, recomputed in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
 
     def _block(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).transpose(0, 1)  # (places, samples, features)
+        hidden = self.first(x).transpose(0, 1)  # (positions, samples, features)
         with samples_along(1):
             hidden = nn.functional.dropout(hidden, 0.4)
         return self.second(hidden.transpose(0, 1)).mean(1)
@@ -53,7 +53,7 @@ def _gradients(model: nn.Module, x: Tensor, y: Tensor, size: int) -> dict[str, T
 
 
 def checkpointed_streams(run: Run) -> Figures:
-    """`sample_rng` under checkpointing gives one gradient for every split, on the device and on the CPU."""
+    """`sample_rng` under checkpointing gives the same gradient for every split, on device and CPU."""
     torch.manual_seed(0)
     model = Noisy().double()
     x, y = torch.randn(12, 5, 6).double(), torch.randn(12, 3).double()
@@ -78,7 +78,7 @@ def same_masks(run: Run) -> Figures:
 
 
 def discarded_window(run: Run) -> Figures:
-    """A window that fails leaves parameters, buffers and the generators of all devices as before."""
+    """A failed window leaves parameters, buffers and generators of all devices unchanged."""
     task = tasks.batchnorm(run.device, torch.float32)
     model = nn.Sequential(task.model, nn.Dropout(0.5))
     optimizer = torch.optim.Adam(model.parameters())

@@ -1,4 +1,4 @@
-"""Host reads, copies beside kernels, and calls of the allocator, within a window."""
+"""Host reads, overlapping copies and allocator calls within a window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu import device as devices
 from tests.gpu import tasks
 from tests.gpu.check import Figures, Run
 
-MOST_READS = 2  # of a window: the losses, and the norm
+MOST_READS = 2  # per window: losses and norm
 
 
 def _accumulator(run: Run, samples: int, **options: Any) -> tuple[Accumulator, tasks.Task]:
@@ -26,7 +26,7 @@ def _accumulator(run: Run, samples: int, **options: Any) -> tuple[Accumulator, t
 
 
 def host_reads(run: Run) -> Figures:
-    """Synchronisations of the third window, by source line, for a few options."""
+    """A plain or clipped window has at most two host reads; report those of other options."""
     figures: Figures = {}
     cases: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -47,7 +47,7 @@ def host_reads(run: Run) -> Figures:
 
 
 def copies_and_kernels(run: Run) -> Figures:
-    """What the profiler sees in a window: bytes copied to the device beside kernels, and allocator calls."""
+    """The third window makes no allocator calls; report copies that overlap kernels."""
     rows = 64 if run.small else 8192
     accumulate, task = _accumulator(run, rows, microbatch_size=rows // 8)
     for _ in range(2):

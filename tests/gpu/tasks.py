@@ -1,4 +1,4 @@
-"""Small trainings on a device, and the comparison of their gradients with the large batch's."""
+"""Small trainings on a device, and comparison of their gradients with the large batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """A model, a batch and a loss of both."""
+    """A model, a batch and a loss function."""
 
     name: str
     model: nn.Module
@@ -46,7 +46,7 @@ class LanguageModel(nn.Module):
 
 
 def token_mean(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean over the tokens that count."""
+    """Mean over tokens that are not ignored."""
     return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
@@ -115,7 +115,7 @@ def on(device: torch.device, batch: Batch) -> Batch:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the gradients on the host, in float64."""
+    """Return copies of the gradients on the host in float64."""
     found = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"premise: {name} has a gradient"
@@ -127,7 +127,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def large_batch(
     task: Task, device: torch.device, *, autocast: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The gradients of the whole batch at once, of a copy of the model."""
+    """Return the gradients of the whole batch, from a copy of the model."""
     model = copy.deepcopy(task.model)
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         loss = task.loss(model, on(device, task.batch))
@@ -136,7 +136,7 @@ def large_batch(
 
 
 def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative error of a parameter's gradient, beside 1e-3 of the whole gradient's norm."""
+    """Return the largest relative error of a parameter's gradient, with 1e-3 of the total norm as a floor."""
     floor = 1e-3 * float(torch.stack([g.norm() for g in expected.values()]).norm())
     return max(float((found[n] - g).norm()) / max(float(g.norm()), floor) for n, g in expected.items())
 
@@ -156,9 +156,9 @@ def accumulated(
     whole: bool = False,
     **options: Any,
 ) -> tuple[dict[str, Tensor], Any]:
-    """Make one update of a copy of the model; return the gradients that its optimizer saw, and the record.
+    """Make one update of a copy of the model; return the optimizer's gradients and the update record.
 
-    With `whole` by a `WholeBatch`, for a task without weights.
+    `whole` uses `WholeBatch`, for a task without weights.
     """
     model = copy.deepcopy(task.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

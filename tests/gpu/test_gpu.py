@@ -1,4 +1,4 @@
-"""The checks of tests/gpu under pytest: on a GPU where there is one, and as a dry run on the CPU."""
+"""Run the checks of tests/gpu under pytest: on a GPU if there is one, and as a dry run on the CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_on_the_gpu(check: Check) -> None:
     "check", [c for c in CHECKS if c.name not in IN_PROCESSES], ids=lambda check: check.name
 )
 def test_dry_run(check: Check) -> None:
-    """Every line that can run without a GPU runs, so that a first run there is not lost to a slip."""
+    """Run all lines that need no GPU, so that simple mistakes show before the first run on a GPU."""
     assert run(check, torch.device("cpu"), small=True)
 
 

@@ -1,4 +1,4 @@
-"""A loop of Accelerate over samples of unequal token counts: its own, and with the gradient of superbatch."""
+"""Training loop of Accelerate over samples of unequal token counts, with and without superbatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Way = Literal["large", "stock", "exact"]
 
 
 def samples() -> tuple[Tensor, Tensor]:
-    """Sequences of 1 to 7 tokens."""
+    """Return sequences of 1 to 7 tokens."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
     y = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
@@ -28,33 +28,33 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def count(batch: Any) -> int:
-    """Tokens of a batch."""
+    """Return the number of tokens of a batch."""
     return int((batch[1] != -100).sum())
 
 
 def fresh(**options: Any) -> Accelerator:
-    """Return an Accelerator without what an earlier one has left in its process."""
+    """Return a new Accelerator, without state of earlier ones in this process."""
     reset()
     return Accelerator(cpu=True, **options)
 
 
 def reset() -> None:
-    """Forget the process-wide state of Accelerate, but not its process group."""
+    """Reset the process-wide state of Accelerate, but keep its process group."""
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
     PartialState._reset_state()
 
 
 class Loop:
-    """Epochs in updates of 16 samples of all ranks; the last one of an epoch has 12.
+    """Training in updates of 16 samples over all ranks; the last update of an epoch has 12.
 
     Args:
         way: ``"large"`` batches, Accelerate's own accumulation (``"stock"``), or ``"exact"``.
-        accelerator: of this loop.
-        dtype: of the model.
-        max_norm: of clipping by Accelerate.
-        epochs: over all samples.
-        gamma: of the learning rate, at each step of the scheduler.
+        accelerator: the Accelerator.
+        dtype: dtype of the model.
+        max_norm: gradient norm for clipping by Accelerate.
+        epochs: number of epochs.
+        gamma: factor of the learning rate at each scheduler step.
         first: number of samples.
     """
 
@@ -108,7 +108,7 @@ class Loop:
         return self
 
     def _step(self) -> None:
-        """Do what a loop of Accelerate does after its backward, the same in every way."""
+        """Clip, step and zero gradients after a backward, as in any loop of Accelerate."""
         if self.accelerator.sync_gradients:
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_norm or 1e9)
             self.norms.append(float(norm))
@@ -119,7 +119,7 @@ class Loop:
         self.rates += self.scheduler.get_last_lr()
 
 
-def apart(a: Loop, b: Loop) -> float:
+def largest_difference(a: Loop, b: Loop) -> float:
     """Return the largest difference of two loops' parameters."""
     pairs = zip(a.bare.parameters(), b.bare.parameters(), strict=True)
     return max(float((p - q).detach().abs().max()) for p, q in pairs)

@@ -1,4 +1,4 @@
-"""One of two gloo ranks that run the loop of Accelerate.
+"""Run the loop of Accelerate on one of two gloo ranks.
 
 ``python -m tests.integrations.accelerate_ranks RANK FOLDER``
 """
@@ -21,7 +21,7 @@ from tests.torch.two_ranks import end_rank
 
 
 def trained(way: Way) -> dict[str, Any]:
-    """Run the loop; return what is left on this rank."""
+    """Run the loop; return the results of this rank."""
     loop = Loop(way, fresh(gradient_accumulation_steps=4 if way == "stock" else 1), max_norm=0.5).run()
     return {
         "parameters": {name: each.detach().clone() for name, each in loop.bare.named_parameters()},

@@ -1,4 +1,4 @@
-"""Arguments of the trainings of all trainers of transformers: one epoch, every update logged, no files."""
+"""Training arguments for all trainers of transformers: one epoch, every update logged, no files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-tqdm.monitor_interval = 0  # no thread that outlives a test
+tqdm.monitor_interval = 0  # otherwise a thread outlives a test
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def arguments(folder: Path, size: int, steps: int, **options: Any) -> dict[str, Any]:
-    """Return keywords of `TrainingArguments`, for micro-batches of so many samples, so many in an update."""
+    """Return keywords of `TrainingArguments` for this micro-batch size and number of micro-batches."""
     return {
         "output_dir": str(folder),
         "per_device_train_batch_size": size,

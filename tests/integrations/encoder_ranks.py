@@ -1,4 +1,4 @@
-"""One of two ranks with half of the batch, in DistributedDataParallel: by hand, and in the Trainer."""
+"""Train one of two ranks on half of the batch in DistributedDataParallel, by hand and in the Trainer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def by_hand(model: Any, rank: int, *, caches: bool) -> dict[str, Tensor]:
 def main(rank: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
-    model = dense(folder / f"model{rank}")  # once the ranks have met, rank 0 alone writes weights
+    model = dense(folder / f"model{rank}")  # after process-group initialization only rank 0 writes weights
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     found: dict[str, Any] = {
         "plain": by_hand(model, rank, caches=False),

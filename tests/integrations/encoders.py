@@ -1,4 +1,4 @@
-"""Tiny encoders of sentence-transformers with random weights, made here, and sentences for them."""
+"""Tiny sentence-transformers encoders with random weights, and sentences for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 
 
 def weights(folder: Path, dropout: float = 0.0, seed: int = 0, kind: type = BertModel) -> str:
-    """Write a transformer of two layers, with its tokenizer, and return where."""
+    """Write a transformer of two layers with its tokenizer, and return the path."""
     torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=len(VOCABULARY),
@@ -63,7 +63,7 @@ def multi_vector(folder: Path) -> MultiVectorEncoder:
 
 
 def sentences(count: int, seed: int) -> list[str]:
-    """Two to eight words each."""
+    """Return sentences of two to eight words."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 9, (count,), generator=random).tolist()
     return [
@@ -81,7 +81,7 @@ def columns(model: Any, count: int = 12, number: int = 2, **options: Any) -> lis
 def gradients(
     loss: nn.Module, features: list[dict[str, Any]], labels: Tensor | None = None
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss and the gradients of its parameters, by their place in it."""
+    """Return the loss and the gradients of its parameters by name."""
     loss.zero_grad()
     fresh = [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in each.items()}
@@ -95,8 +95,8 @@ def gradients(
     return value.item(), found
 
 
-def apart(found: dict[str, Tensor], real: dict[str, Tensor]) -> float:
-    """Return the largest relative distance; gradients that are zero but for rounding count by the largest."""
+def largest_difference(found: dict[str, Tensor], real: dict[str, Tensor]) -> float:
+    """Return the largest relative difference; gradients near 0 are compared with the largest gradient."""
     assert found.keys() == real.keys()
     largest = max(float(each.norm()) for each in real.values())
     assert largest > 1e-3, "the premise: there is a gradient"
@@ -107,7 +107,7 @@ def apart(found: dict[str, Tensor], real: dict[str, Tensor]) -> float:
 
 
 def rows_seen(model: nn.Module) -> list[int]:
-    """The numbers of samples that the model will be given at a time."""
+    """Record the number of samples of each forward of the model."""
     seen: list[int] = []
     model[0].register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0]["input_ids"])))
     return seen
@@ -116,7 +116,7 @@ def rows_seen(model: nn.Module) -> list[int]:
 def updates(
     folder: Path, model: Any, make: Callable[[Any], nn.Module], size: int, steps: int = 1, **more: Any
 ) -> tuple[Any, Any]:
-    """Make two updates in the Trainer, with a copy; return the parameters' movement and the norms logged."""
+    """Make two updates of a copy in the Trainer; return the parameters' changes and the logged norms."""
     model = copy.deepcopy(model)
     before = copy.deepcopy(dict(model.named_parameters()))
     data = Dataset.from_dict({"anchor": sentences(24, 1), "positive": sentences(24, 2)})

@@ -1,4 +1,4 @@
-"""A loop of Fabric: its own accumulation, and with the gradient of superbatch.
+"""Training loop of Fabric, with its own accumulation or with superbatch.
 
 ``python -m tests.integrations.fabric_loop RANK FOLDER`` runs it as one of two gloo ranks.
 """
@@ -24,12 +24,12 @@ Way = Literal["large", "stock", "exact"]
 
 
 class Loop:
-    """Two epochs, in updates of 16 samples of all ranks; the last one of an epoch has 12.
+    """Two epochs in updates of 16 samples over all ranks; the last update of an epoch has 12.
 
     Args:
         way: ``"large"`` batches, the mean of the losses (``"stock"``), or ``"exact"``.
-        fabric: launched.
-        dtype: of the model.
+        fabric: launched Fabric.
+        dtype: dtype of the model.
     """
 
     def __init__(self, way: Way, fabric: Fabric, *, dtype: torch.dtype = torch.float64) -> None:
@@ -74,7 +74,7 @@ class Loop:
         return self
 
 
-def apart(a: Loop, b: Loop) -> float:
+def largest_difference(a: Loop, b: Loop) -> float:
     """Return the largest difference of two loops' parameters."""
     pairs = zip(a.bare.parameters(), b.bare.parameters(), strict=True)
     return max(float((p - q).detach().abs().max()) for p, q in pairs)

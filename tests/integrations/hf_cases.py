@@ -1,4 +1,4 @@
-"""Tiny models of transformers in float64, batches for them, and training by the real Trainer."""
+"""Tiny models of transformers in float64, batches for them, and training by the Trainer."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class ExactTrainer(Exact, Trainer):
-    """The diff of a user: one base class more."""
+    """Trainer of a user with one more base class."""
 
 
 class InThrees(ExactTrainer):
-    """Batches of the host, cut into micro-batches of three samples."""
+    """Trainer that splits each batch into micro-batches of three samples."""
 
     microbatch_size = 3
 
 
 @dataclass
 class Case:
-    """A model, and its data."""
+    """A model and its data."""
 
     model: Callable[[], nn.Module]
     row: Callable[[torch.Generator, int], Row]
-    equal: bool = False  # lengths
+    equal: bool = False  # equal lengths
     collate: Callable[[list[Row]], Row] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -135,21 +135,21 @@ CASES = {
     "tokens": Case(_bert(BertForTokenClassification, num_labels=3), _tagged),
     "classes": Case(_bert(BertForSequenceClassification, num_labels=3), _labelled),
     "regression": Case(_bert(BertForSequenceClassification, num_labels=1), _scored),
-    "answers": Case(_bert(BertForQuestionAnswering), _answered, equal=True),  # padding is in its softmax
+    "answers": Case(_bert(BertForQuestionAnswering), _answered, equal=True),  # its softmax includes padding
     "router": Case(_mixtral, _text, equal=True),
     "clip": Case(_clip, _pictured, equal=True),
 }
 
 
 def rows(case: Case, count: int) -> list[Row]:
-    """Rows of data; of unequal lengths, where the case has no need of equal ones."""
+    """Return rows of data, of unequal lengths unless the case needs equal ones."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(4, 14, (count,), generator=generator)
     return [case.row(generator, 8 if case.equal else int(length)) for length in lengths]
 
 
 def collate(rows: list[Row]) -> Row:
-    """Pad on the right, as the collators of transformers do."""
+    """Pad on the right, as collators of transformers do."""
     batch: Row = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
@@ -163,7 +163,7 @@ def collate(rows: list[Row]) -> Row:
 
 
 class Stream(IterableDataset[Row]):
-    """Data whose length is not known."""
+    """Iterable data of unknown length."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
@@ -173,7 +173,7 @@ class Stream(IterableDataset[Row]):
 
 
 class Events(TrainerCallback):
-    """Names of the events of the host, in order; a window has as many substeps as micro-batches."""
+    """Record the Trainer's callback events in order."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -204,7 +204,7 @@ for _name in (
 
 @dataclass
 class Run:
-    """What a training has left."""
+    """Result of a training."""
 
     start: dict[str, Tensor]
     parameters: dict[str, Tensor]
@@ -239,7 +239,7 @@ def train(
     more: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Run:
-    """Train a model by a kind of Trainer, with micro-batches of so many samples, so many in an update."""
+    """Train a model by a kind of Trainer, with this micro-batch size and number of micro-batches."""
     model, events = model_of(case) if model is None else model, Events()
     defaults = {"max_grad_norm": 0.5, "learning_rate": 0.1, "lr_scheduler_type": "cosine", **case.options}
     given = arguments(folder, size, steps, **{**defaults, **options})
@@ -258,7 +258,7 @@ def train(
 
 
 def gap(one: Run, other: Run) -> float:
-    """Largest difference of a parameter, relative to the way that training has moved it furthest."""
+    """Return the largest difference of a parameter, relative to its largest change in training."""
     start = one.start
     moved = max(float((one.parameters[name] - start[name]).abs().max()) for name in start)
     assert moved > 1e-3, "nothing was trained"

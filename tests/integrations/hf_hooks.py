@@ -1,4 +1,4 @@
-"""A trainer whose user has changed what the Trainer lets users change, and the cases of two ranks."""
+"""A Trainer with user-defined loss, optimizer and hooks, and the cases of two ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLASSES = torch.tensor([1.0, 3.0, 9.0], dtype=torch.float64)
 
 
 class Hooked(Trainer):
-    """A loss that divides by weights of classes, with hooks on a parameter, a module and the optimizer."""
+    """Trainer whose loss divides by class weights, with hooks on a parameter, a module and the optimizer."""
 
     def __init__(self, model: Any, *given: Any, **options: Any) -> None:
         super().__init__(model, *given, **options)
@@ -40,7 +40,7 @@ class Hooked(Trainer):
 
 
 class ExactHooked(Exact, Hooked):
-    """The same, exactly accumulated."""
+    """The same Trainer with exact accumulation."""
 
     def weight_of(self, microbatch: Mapping[str, Any]) -> float:
         return float(CLASSES[microbatch["labels"]].sum())

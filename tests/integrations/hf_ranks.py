@@ -1,4 +1,4 @@
-"""Two gloo ranks of the Trainer, and what each has trained. Arguments: rank, folder."""
+"""Train by the Trainer on one of two gloo ranks and save the results. Arguments: rank, folder."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from tests.torch.two_ranks import end_rank
 
 OPTIONS = {"optim": "sgd", "ddp_backend": "gloo"}
-ROWS = 24  # which both ranks share evenly
+ROWS = 24  # shared evenly by both ranks
 
 
 def ways() -> dict[str, dict[str, tuple[Any, int, int]]]:
-    """Return the trainings of each case by name: a kind of trainer, micro-batch size, micro-batches."""
+    """Return the trainings of each case by name: trainer class, micro-batch size, number of micro-batches."""
     from transformers import Trainer
 
     from tests.integrations.hf_cases import ExactTrainer, InThrees
@@ -34,7 +34,7 @@ def ways() -> dict[str, dict[str, tuple[Any, int, int]]]:
             "accumulated": (ExactTrainer, 2, 2),
             "tail": (ExactTrainer, 2, 5),
         },
-        # Coupled samples are those of a rank, and 2 x 2 samples would be dealt out in another way.
+        # Samples are coupled per rank, and 2 x 2 samples would be distributed differently.
         "router": {**host, "cut": (InThrees, 4, 1)},
         "clip": {**host, "cut": (InThrees, 4, 1)},
         "items": {**sums, "accumulated": (ExactTrainer, 2, 2), "singles": (ExactTrainer, 1, 4)},
@@ -50,7 +50,7 @@ def ways() -> dict[str, dict[str, tuple[Any, int, int]]]:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Train the same models on two ranks in each way."""
+    """Train the same models in each way."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder / 'store'}")

@@ -1,4 +1,4 @@
-"""Models whose losses are sums that the Trainer divides, or that count labels in ways of their own."""
+"""Models whose losses are sums that the Trainer divides, or that count labels differently."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _wav2vec2() -> nn.Module:
 
 
 def _switch() -> nn.Module:
-    """Return experts whose router has a loss of its logits alone: a mean over tokens, padding included."""
+    """Return a mixture of experts with a router loss: a mean over tokens, padding included."""
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
     sizes |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 2}
     losses = {"router_z_loss_coef": 0.5, "router_aux_loss_coef": 0.0, "output_router_logits": True}
@@ -64,7 +64,7 @@ def _switch() -> nn.Module:
     )
     for module in model.modules():
         if type(module).__name__ == "SwitchTransformersTop1Router":
-            module.dtype = torch.float64  # which its config does not allow
+            module.dtype = torch.float64  # its config does not allow float64
     return model
 
 
@@ -108,7 +108,7 @@ def _chosen(generator: torch.Generator, length: int) -> Row:
 
 
 class _Speech(nn.Module):
-    """Takes the sounds by the name that the tests collate."""
+    """Accept sounds under the name `input_ids`, as the tests collate them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ RUNS: dict[str, tuple[Case, dict[str, Any]]] = {
     "no loss_type": (Case(_gpt2, text), {}),
     "a function": (CASES["tokens"], {"more": {"compute_loss_func": by_items}}),
     "a sum": (Case(_Speech, _spoken), {}),
-    "a choice": (Case(_choices, _chosen), {}),
-    "another name of the router's share": (Case(_jetmoe, text, equal=True), {}),
-    "a router without a loss of balance": (Case(_switch, text, equal=True), {}),
+    "multiple choice": (Case(_choices, _chosen), {}),
+    "aux_loss_coef for router_aux_loss_coef": (Case(_jetmoe, text, equal=True), {}),
+    "a router without a balance loss": (Case(_switch, text, equal=True), {}),
 }

@@ -19,12 +19,12 @@ MARKS = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*Lightning was unable to|.*litlogger|.*isinstance.treespec"),
 ]
-SAMPLES, WORDS, LENGTH = 44, 11, 7  # three batches of 16: the last is a tail of 12
+SAMPLES, WORDS, LENGTH = 44, 11, 7  # three batches of 16, the last with 12
 TAIL = 12
 
 
 class Tokens(lightning.LightningModule):
-    """A mean over tokens, in float64; every hook that a test may want to compare is noted in `seen`."""
+    """Module with a mean over tokens in float64; `seen` records its hooks."""
 
     lr, optimizer = 0.5, torch.optim.SGD
     options: dict[str, Any] = {}
@@ -61,30 +61,30 @@ class Tokens(lightning.LightningModule):
 
 
 def count(batch: Any) -> int:
-    """Tokens of a batch."""
+    """Return the number of tokens of a batch."""
     return int((batch[1] != -100).sum())
 
 
 class ByTokens(ExactAccumulation):
-    """Mixin before a module of tokens: the diff of a user."""
+    """Mixin of a user that counts tokens, placed before the module."""
 
     def weight_of(self, batch: Any) -> int:
         return count(batch)
 
 
 class Exact(ByTokens, Tokens):
-    """Tokens, exactly accumulated."""
+    """Tokens with exact accumulation."""
 
 
 class Unchecked(ExactAccumulation):
-    """Mixin whose `training_step` runs for micro-batches of a window alone."""
+    """Mixin without a check, so that `training_step` runs only for micro-batches."""
 
     def gradient_options(self) -> dict[str, Any]:
         return {"check": False}
 
 
 class Halved(Tokens):
-    """Halves its gradient in a hook after the backward, and trebles its loss in a backward of its own."""
+    """Module that halves its gradient in a hook and triples its loss in its own backward."""
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         (3 * loss).backward(**kwargs)
@@ -96,11 +96,11 @@ class Halved(Tokens):
 
 
 class ExactHalved(ByTokens, Halved):
-    """The same, exactly accumulated."""
+    """Halved with exact accumulation."""
 
 
 class Rows(Logger):
-    """A logger that keeps what it is given."""
+    """Logger that stores the logged values."""
 
     name, version = "rows", 0
 
@@ -116,7 +116,7 @@ class Rows(Logger):
 
 
 def samples(ignored: slice | None = None) -> tuple[Tensor, Tensor]:
-    """Sequences of 1 to 7 tokens; the first ones are short, and some may have no label."""
+    """Return sequences of 1 to 7 tokens; the first are short, and those in `ignored` have no label."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
     y = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
@@ -129,7 +129,7 @@ def samples(ignored: slice | None = None) -> tuple[Tensor, Tensor]:
 
 
 def loader(size: int, rank: int | None = None, ignored: slice | None = None) -> DataLoader[Any]:
-    """Return a loader of the samples; of every other one for one of two ranks."""
+    """Return a loader of the samples, or of every second sample for one of two ranks."""
     given = TensorDataset(*samples(ignored))
     sampler = None if rank is None else DistributedSampler(given, 2, rank, shuffle=False)
     return DataLoader(given, batch_size=size, sampler=sampler)
@@ -139,10 +139,10 @@ def train(module: lightning.LightningModule, size: int, batches: int, **options:
     """Train on all samples, and return the Trainer.
 
     Args:
-        module: in place.
-        size: of the loader's batches.
-        batches: that make one update.
-        options: of the Trainer, or `ckpt_path`, the `rank` of two, samples that are `ignored`.
+        module: module, trained in place.
+        size: size of the loader's batches.
+        batches: number of batches in one update.
+        options: options of the Trainer, or `ckpt_path`, `rank` (of two), or `ignored` samples.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     start, rank = options.pop("ckpt_path", None), options.pop("rank", None)
@@ -162,7 +162,7 @@ def train(module: lightning.LightningModule, size: int, batches: int, **options:
     return trainer
 
 
-def apart(a: nn.Module, b: nn.Module) -> float:
+def largest_difference(a: nn.Module, b: nn.Module) -> float:
     """Return the largest difference of two modules' parameters."""
     pairs = zip(a.named_parameters(), b.named_parameters(), strict=True)
     return max(float((p - q).detach().abs().max()) for (_, p), (_, q) in pairs)

@@ -1,4 +1,4 @@
-"""One of two gloo ranks that train the modules of lightning_models with Lightning's DDP.
+"""Train the modules of lightning_models on one of two gloo ranks with Lightning's DDP.
 
 ``python -m tests.integrations.lightning_ranks RANK FOLDER``
 """
@@ -16,11 +16,11 @@ import torch
 from tests.integrations.lightning_models import Exact, ExactHalved, Rows, Tokens, train
 from tests.torch.two_ranks import end_rank
 
-IGNORED = slice(1, 16, 2)  # what one of two ranks has in the first update of 16 samples
+IGNORED = slice(1, 16, 2)  # the samples of one of two ranks in the first update
 
 
 def trained(kind: type[Tokens], size: int, batches: int, ignored: slice | None = None) -> dict[str, Any]:
-    """Train on two ranks, return what is left on this one."""
+    """Train on two ranks; return the results of this rank."""
     module = kind()
     trainer = train(
         module,

@@ -1,4 +1,4 @@
-"""The benchmark of the integrations runs, and compares what it says it compares."""
+"""The benchmark of the integrations runs and measures each accumulation."""
 
 from __future__ import annotations
 

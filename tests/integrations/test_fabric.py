@@ -1,4 +1,4 @@
-"""A loop of Fabric with the gradient of superbatch, beside its large batch and the mean of its losses."""
+"""A loop of Fabric with superbatch, against its large batch and the mean of its losses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from superbatch.errors import InputError
 from superbatch.integrations import versions
 from superbatch.integrations.lightning import make_gradient
 from superbatch.torch import windows
-from tests.integrations.fabric_loop import WORDS, Loop, apart, count
+from tests.integrations.fabric_loop import WORDS, Loop, count, largest_difference
 from tests.integrations.lightning_models import loader
 from tests.torch.two_ranks import found_by_both
 
@@ -34,21 +34,21 @@ def fabric(**options: Any) -> Fabric:
     return made
 
 
-def test_the_update_is_that_of_the_large_batch_and_the_mean_of_losses_is_not() -> None:
+def test_the_update_equals_the_large_batch_unlike_the_mean_of_losses() -> None:
     large, stock, exact = (Loop(way, fabric()).run() for way in ("large", "stock", "exact"))
-    assert apart(large, Loop("large", fabric())) > 0.05  # it learns
-    assert apart(large, stock) > 0.01
-    assert apart(large, exact) <= 1e-12
+    assert largest_difference(large, Loop("large", fabric())) > 0.05  # it learns
+    assert largest_difference(large, stock) > 0.01
+    assert largest_difference(large, exact) <= 1e-12
     assert exact.norms == pytest.approx(large.norms, rel=1e-12)
     assert len(exact.losses) == 6
 
 
-def test_bf16_mixed_is_nearer_to_the_large_batch_than_the_mean_of_losses() -> None:
+def test_bf16_mixed_is_closer_to_the_large_batch_than_the_mean_of_losses() -> None:
     ways = ("large", "stock", "exact")
     loops = [Loop(way, fabric(precision="bf16-mixed"), dtype=torch.float32).run() for way in ways]
     large, stock, exact = loops
-    assert apart(large, stock) > 0.01
-    assert apart(large, exact) < 2e-3
+    assert largest_difference(large, stock) > 0.01
+    assert largest_difference(large, exact) < 2e-3
 
 
 def _scaled(way: Any, scale: float) -> tuple[Loop, Any]:
@@ -61,14 +61,14 @@ def test_the_scaler_of_fabric_scales_unscales_and_skips() -> None:
     (large, before), (exact, after) = _scaled("large", 2.0**9), _scaled("exact", 2.0**9)
     assert before.get_scale() == after.get_scale() == 2.0**10
     assert exact.norms == pytest.approx(large.norms, rel=0.02)
-    assert apart(large, exact) < 2e-3
+    assert largest_difference(large, exact) < 2e-3
     skipped, scaler = _scaled("exact", 2.0**40)
     assert not any(map(math.isfinite, skipped.norms))
     assert scaler.get_scale() == 2.0**34
-    assert apart(skipped, Loop("large", fabric(), dtype=torch.float32)) == 0
+    assert largest_difference(skipped, Loop("large", fabric(), dtype=torch.float32)) == 0
 
 
-def test_a_strategy_that_shards_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sharding_strategy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop("exact", fabric())
     monkeypatch.setattr(loop.fabric, "_strategy", FSDPStrategy())
     with pytest.raises(InputError, match="FSDPStrategy is not supported by superbatch"):
@@ -82,7 +82,7 @@ def test_a_model_that_was_not_set_up_is_refused() -> None:
 
 
 def _several(way: str) -> list[nn.Module]:
-    """Train an embedding and a head with an optimizer each; return both."""
+    """Train an embedding and a head, each with its own optimizer; return both."""
     torch.manual_seed(0)
     host = fabric()
     body, head = nn.Embedding(WORDS, 6).double(), nn.Linear(6, WORDS).double()
@@ -106,7 +106,7 @@ def _several(way: str) -> list[nn.Module]:
     return [body, head]
 
 
-def test_several_models_make_one_loss() -> None:
+def test_several_models_with_one_loss() -> None:
     for large, exact in zip(_several("large"), _several("exact"), strict=True):
         for real, found in zip(large.parameters(), exact.parameters(), strict=True):
             assert float((real - found).detach().abs().max()) <= 1e-12
@@ -115,14 +115,14 @@ def test_several_models_make_one_loss() -> None:
         make_gradient(loop.fabric, [loop.model, nn.Linear(2, 2)], loop.loss)
 
 
-def test_a_version_that_was_not_tested_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_version_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(versions.TESTED, "lightning", ("2.4", "2.5"))
     loop = Loop("exact", fabric())
     with pytest.warns(UserWarning, match=r"was tested with lightning 2\.4 to 2\.5"):
         make_gradient(loop.fabric, loop.model, loop.loss, weight=count)
 
 
-def test_two_ranks_make_the_update_of_the_batch_of_both(tmp_path: Path) -> None:
+def test_two_ranks_give_the_update_of_the_joint_batch(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         (tmp_path / "port").write_text(str(probe.getsockname()[1]))

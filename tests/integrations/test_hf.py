@@ -1,4 +1,4 @@
-"""The Trainer with the mixin against the same Trainer with the one large batch."""
+"""The Trainer with the mixin against the stock Trainer with the large batch."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ from tests.torch.two_ranks import found_by_both
 pytestmark = pytest.mark.integrations
 
 EXACT = 1e-12
-# The stock Trainer's own accumulation: how far it is off, at the least, on these batches.
+# Least error of the stock Trainer's own accumulation on these batches.
 STOCK_IS_OFF = {"masked": 0.05, "seq2seq": 0.05, "tokens": 0.1, "classes": 0.5, "router": 0.1, "clip": 0.5}
 
 
 @pytest.fixture
 def float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the casts to float32 inside of the models from hiding an error of the arithmetic."""
+    """Turn casts to float32 inside the models into float64, so that rounding hides no error."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 def assert_same(big: Run, ours: Run) -> None:
-    """Assert that two runs have left the same model, and told the same story of it."""
+    """Assert that two runs end with the same model and logged the same values."""
     assert gap(big, ours) <= EXACT
     assert ours.trainer.state.global_step == big.trainer.state.global_step
     assert ours.logged("learning_rate") == big.logged("learning_rate")
     assert ours.logged("grad_norm") == pytest.approx(big.logged("grad_norm"), rel=1e-10)
-    assert ours.logged("loss") == pytest.approx(big.logged("loss"), rel=1e-6)  # the host adds in float32
+    assert ours.logged("loss") == pytest.approx(big.logged("loss"), rel=1e-6)  # the Trainer adds in float32
     assert ours.events.norms == pytest.approx(big.events.norms, rel=1e-10)
 
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", CASES)
-def test_the_update_is_that_of_the_large_batch(name: str, tmp_path: Path) -> None:
+def test_the_update_equals_the_large_batch(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     options = {"optim": "sgd", "data": rows(case, 12)}
     big = train(Trainer, case, 8, 1, tmp_path, **options)
@@ -67,11 +67,11 @@ def test_the_update_is_that_of_the_large_batch(name: str, tmp_path: Path) -> Non
     accumulated = train(ExactTrainer, case, 2, 4, tmp_path, **options)
     cut = train(InThrees, case, 8, 1, tmp_path, **options)
 
-    assert len(big.logged("loss")) == 2  # the last of half the samples
+    assert len(big.logged("loss")) == 2  # the second has half the samples
     assert gap(big, stock) >= STOCK_IS_OFF.get(name, 0)
     assert_same(big, accumulated)
     assert_same(big, cut)
-    # The host clips.
+    # The Trainer clips.
     assert max(big.events.norms) == pytest.approx(min(0.5, max(big.logged("grad_norm"))), rel=1e-5)
 
 
@@ -82,7 +82,7 @@ def test_premise_the_lengths_are_unequal() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_events_evaluation_and_checkpoints_are_those_of_the_host(tmp_path: Path) -> None:
+def test_events_evaluation_and_checkpoints_equal_those_of_the_trainer(tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2}
     case, options = CASES["masked"], {**options, "optim": "adamw_torch", "learning_rate": 1e-3}
     big = train(Trainer, case, 8, 1, tmp_path / "big", **options)
@@ -100,7 +100,7 @@ def test_events_evaluation_and_checkpoints_are_those_of_the_host(tmp_path: Path)
     assert all(torch.equal(resumed.parameters[name], value) for name, value in ours.parameters.items())
 
 
-def test_labels_that_are_all_ignored_make_no_update(tmp_path: Path) -> None:
+def test_a_window_of_ignored_labels_changes_no_parameter(tmp_path: Path) -> None:
     case = CASES["causal"]
     data = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in rows(case, 8)]
     ours = train(ExactTrainer, case, 2, 4, tmp_path, data=data)
@@ -110,7 +110,7 @@ def test_labels_that_are_all_ignored_make_no_update(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_the_tail_of_data_of_unknown_length_is_an_update(tmp_path: Path) -> None:
+def test_the_tail_of_data_of_unknown_length_makes_an_update(tmp_path: Path) -> None:
     case, options = CASES["classes"], {"max_steps": 6, "optim": "sgd", "include_num_input_tokens_seen": "all"}
     runs = [
         train(kind, case, size, steps, tmp_path, data=Stream(rows(case, 19)), **options)
@@ -121,7 +121,7 @@ def test_the_tail_of_data_of_unknown_length_is_an_update(tmp_path: Path) -> None
     assert big.trainer.state.global_step == 6  # two epochs of 8, 8 and 3 samples
     assert_same(big, ours)
     assert gap(big, stock) > 0.1
-    # Of the windows that the host finishes: it reads more of the data for as many updates.
+    # Only tokens of finished windows count; the stock Trainer reads more data for as many updates.
     tokens = sum(row["input_ids"].numel() for row in rows(case, 19))
     assert 2 * tokens <= ours.trainer.state.num_input_tokens_seen < stock.trainer.state.num_input_tokens_seen
 
@@ -131,7 +131,7 @@ def test_label_smoothing_and_an_own_loss_function(tmp_path: Path) -> None:
     smooth = {"label_smoothing_factor": 0.2, "optim": "sgd"}
     big = train(Trainer, CASES["causal"], 8, 1, tmp_path, **smooth)
     ours = train(ExactTrainer, CASES["causal"], 2, 4, tmp_path, **smooth)
-    assert gap(big, ours) <= 1e-6  # the host smooths in float32
+    assert gap(big, ours) <= 1e-6  # the Trainer smooths in float32
 
     def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -173,7 +173,7 @@ def test_in_bfloat16(tmp_path: Path) -> None:
 
 
 class _Weighted(ExactTrainer):
-    """A loss of the user's own, which divides by the weights of classes."""
+    """Trainer with the user's own loss, which divides by class weights."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
         labels = inputs.pop("labels")
@@ -189,7 +189,7 @@ class _WeightedRight(_Weighted):
 
 
 @pytest.mark.usefixtures("float64")
-def test_a_weight_of_the_users_own(tmp_path: Path) -> None:
+def test_a_weight_from_the_user(tmp_path: Path) -> None:
     case = CASES["classes"]
     big = train(_StockWeighted, case, 8, 1, tmp_path, optim="sgd")
 
@@ -253,12 +253,12 @@ class _Headless(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def test_a_loss_that_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_loss_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"_Headless has no loss_type of transformers\. Define `weight_of"):
         train(ExactTrainer, CASES["classes"], 2, 4, tmp_path, model=_Headless())
 
 
-def test_a_loss_of_ones_own_needs_a_weight_where_no_check_can_tell(tmp_path: Path) -> None:
+def test_an_own_loss_needs_a_weight_if_no_check_is_possible(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"micro-batches of one sample do not reveal.*Define `weight_of"):
         train(_Weighted, CASES["classes"], 1, 8, tmp_path)
 
@@ -295,7 +295,7 @@ def test_a_training_step_of_another_class_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_other_ways_to_use_several_devices_are_refused(
+def test_other_kinds_of_parallelism_are_refused(
     owner: str, name: str, value: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accelerate import Accelerator, DistributedType
@@ -303,7 +303,7 @@ def test_other_ways_to_use_several_devices_are_refused(
 
     take = ExactTrainer.get_batch_samples
 
-    def several(self: Any, *given: Any) -> Any:  # from here on; its preparation needs several GPUs
+    def several(self: Any, *given: Any) -> Any:  # patched here, because its preparation needs several GPUs
         kind = Accelerator if owner == "accelerator" else TrainingArguments
         monkeypatch.setattr(kind, name, DistributedType[value] if isinstance(value, str) else value)
         return take(self, *given)
@@ -330,11 +330,11 @@ def test_coupled_samples_that_are_declared_separate_are_an_error(tmp_path: Path)
         train(_Separate, CASES["router"], 4, 2, tmp_path)
 
 
-COUPLED = ("router", "clip")  # on ranks: the samples of each rank, as in the host
+COUPLED = ("router", "clip")  # coupled within each rank, as in the stock Trainer
 
 
 @pytest.mark.usefixtures("float64")
-def test_two_ranks_make_the_update_of_the_large_batch(tmp_path: Path) -> None:
+def test_two_ranks_give_the_update_of_the_large_batch(tmp_path: Path) -> None:
     found = found_by_both("tests.integrations.hf_ranks", tmp_path, warnings="default", patience=280)
 
     def alone(name: str, size: int) -> dict[str, Any]:
@@ -354,7 +354,7 @@ def test_two_ranks_make_the_update_of_the_large_batch(tmp_path: Path) -> None:
                 assert _gap(wanted, runs[way], start) <= EXACT, (name, way)
                 assert runs[way]["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
                 assert runs[way]["norm"] == pytest.approx(wanted["norm"], rel=1e-10)
-            if "stock" in runs:  # the others divide by the number of items, in the host too
+            if "stock" in runs:  # the other losses divide by the number of items in the stock Trainer too
                 assert _gap(right, runs["stock"], start) > 0.05, name
     for rank in found:
         runs = rank["hooks"]

@@ -1,4 +1,4 @@
-"""Batches of unusual collators in the Trainer: flattened patches, tuples; and the rounding of the host."""
+"""Unusual batches in the Trainer: flattened patches and tuples; rounding of losses in float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SGD = {"optim": "sgd"}
 
 
 class Seeing(LlamaForCausalLM):
-    """Adds to the tokens of a text the mean of its patches, of which each has a number of its own."""
+    """Model that adds the mean of a text's patches to its tokens; texts have different numbers of patches."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -72,14 +72,14 @@ class _ExactOwnLoss(Exact, _OwnLoss):
 
 @pytest.mark.parametrize("own", [False, True], ids=["items", "weight_of"])
 @pytest.mark.filterwarnings("ignore:superbatch could not check")
-def test_patches_that_belong_to_no_row_are_not_split(own: bool, tmp_path: Path) -> None:
+def test_patches_without_a_row_axis_are_not_split(own: bool, tmp_path: Path) -> None:
     data = rows(PATCHES, 12)
     stock, exact = (_OwnLoss, _ExactOwnLoss) if own else (Trainer, ExactTrainer)
     big = train(stock, PATCHES, 8, 1, tmp_path, data=data, **SGD)
     for size, steps in ((2, 4), (1, 8)):
         ours = train(exact, PATCHES, size, steps, tmp_path, data=data, **SGD)
         assert len(big.logged("loss")) == len(ours.logged("loss")) == 2
-        assert gap(big, ours) <= (1e-6 if own else 1e-12)  # its mean is rounded to float32
+        assert gap(big, ours) <= (1e-6 if own else 1e-12)  # the stock mean is rounded to float32
 
 
 def test_a_batch_of_patches_that_would_be_split_is_refused(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_a_batch_may_be_a_tuple(tmp_path: Path) -> None:
         assert gap(big, train(_ExactPair, case, size, steps, tmp_path, data=data, **SGD)) <= 1e-12
 
 
-def test_a_loss_in_float32_is_rounded_as_that_of_the_large_batch(tmp_path: Path) -> None:
-    """Causal models cast logits to float32: shares of a mean round otherwise than a sum over the items."""
+def test_a_loss_in_float32_rounds_like_the_large_batch(tmp_path: Path) -> None:
+    """Causal models cast logits to float32, where scaled means and a sum over items round differently."""
     case, data = CASES["causal"], rows(CASES["causal"], 12)
     mean = type("Mean", (ExactTrainer,), {"weight_of": lambda self, batch: Exact.weight_of(self, batch)})
     big = train(Trainer, case, 8, 1, tmp_path, data=data, **SGD)

@@ -1,4 +1,4 @@
-"""What a loss of the user's own leaves in its trainer: one entry for each micro-batch, none of a check."""
+"""Side effects of a user's loss in its Trainer: one entry per micro-batch, none from a check."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Meter:
 
 
 class _Noting(Trainer):
-    """Notes its losses in the ways that trainers do."""
+    """Trainer that records its losses in several usual ways."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -85,7 +85,7 @@ def test_a_check_leaves_nothing_in_the_trainer(
 
 
 class _Copies(TorchDispatchMode):
-    """Counts the bytes of tensors that are copied."""
+    """Count the bytes of copied tensors."""
 
     count = 0
 
@@ -96,14 +96,14 @@ class _Copies(TorchDispatchMode):
 
 
 class _Queue:
-    """Embeddings of the samples before, as MoCo has them."""
+    """Model with a queue of embeddings of earlier samples, as in MoCo."""
 
     def __init__(self) -> None:
         self.rows, self.place = torch.arange(2.0**20).reshape(-1, 256), 0
 
 
 @pytest.mark.parametrize(("kind", "copied"), [("read", 0), ("written", 2), ("rebound", 0)])
-def test_a_large_queue_is_copied_where_it_is_written(kind: str, copied: int, tmp_path: Path) -> None:
+def test_a_large_queue_is_copied_only_if_it_is_written(kind: str, copied: int, tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     trainer: Any = Trainer(nn.Linear(2, 2), arguments)
     trainer.queue = queue = _Queue()
@@ -124,7 +124,7 @@ def test_a_large_queue_is_copied_where_it_is_written(kind: str, copied: int, tmp
     assert queue.rows is rows
     assert torch.equal(rows, before)
     assert queue.place == 0
-    assert copied * rows.nbytes <= copies.count < copied * rows.nbytes + 10_000  # there, and back
+    assert copied * rows.nbytes <= copies.count < copied * rows.nbytes + 10_000  # saved and restored
 
 
 def test_premise_a_check_calls_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

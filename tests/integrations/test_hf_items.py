@@ -1,4 +1,4 @@
-"""Losses that divide by the number of items of the batch, and labels that a model counts otherwise."""
+"""Losses divided by the number of items of the batch, and models that count labels differently."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", RUNS)
-def test_the_update_is_that_of_the_large_batch(name: str, tmp_path: Path) -> None:
+def test_the_update_equals_the_large_batch(name: str, tmp_path: Path) -> None:
     case, options = RUNS[name]
     big = train(Trainer, case, 8, 1, tmp_path, optim="sgd", **options)
 
@@ -54,14 +54,14 @@ def test_the_update_is_that_of_the_large_batch(name: str, tmp_path: Path) -> Non
         assert ours.logged("loss") == pytest.approx(big.logged("loss"), rel=1e-6)
 
 
-def test_labels_that_a_model_does_not_shift_are_an_error(tmp_path: Path) -> None:
+def test_unshifted_labels_are_an_error(tmp_path: Path) -> None:
     for size, steps in ((2, 4), (1, 8)):
         with pytest.raises(LossSpecError, match=r"than the declared weight.*weight_of.* BartForCausalLM"):
             train(ExactTrainer, Case(bart, text), size, steps, tmp_path)
 
 
 class PenalizedForMaskedLM(BertForMaskedLM):
-    """Adds a mean over all tokens to one over those that are masked; transformers reads its name."""
+    """Add a mean over all tokens to the mean over masked tokens; transformers reads the class name."""
 
     def forward(self, *given: Any, **inputs: Any) -> Any:
         outputs = super().forward(*given, **inputs)
@@ -73,8 +73,8 @@ def _bert() -> nn.Module:
     return PenalizedForMaskedLM(BertConfig(vocab_size=40, max_position_embeddings=32, **SMALL, **NO_DROPOUT))
 
 
-class _WithoutLook(ExactTrainer):
-    """Counts the same labels, and declares them: nothing is compared."""
+class _Unchecked(ExactTrainer):
+    """Trainer that declares the same weight without a check."""
 
     _checks = False
 
@@ -84,17 +84,17 @@ class _WithoutLook(ExactTrainer):
 
 SEVERAL = {
     "two cross entropies": Case(luke, named, collate=named_together),
-    "a mean beside one": Case(_bert, CASES["masked"].row),
+    "a second mean": Case(_bert, CASES["masked"].row),
 }
 
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", SEVERAL)
-def test_means_with_divisors_of_their_own_are_an_error_sample_by_sample(name: str, tmp_path: Path) -> None:
+def test_means_with_several_divisors_are_an_error_for_single_samples(name: str, tmp_path: Path) -> None:
     case, options = SEVERAL[name], {"optim": "sgd", "remove_unused_columns": False}
     big = train(Trainer, case, 8, 1, tmp_path, **options)
 
-    assert gap(big, train(_WithoutLook, case, 1, 8, tmp_path, **options)) > 1e-2
+    assert gap(big, train(_Unchecked, case, 1, 8, tmp_path, **options)) > 1e-2
     for size, steps in ((1, 8), (2, 4)):
         model = model_of(case)
         before = copies(model)
@@ -103,7 +103,7 @@ def test_means_with_divisors_of_their_own_are_an_error_sample_by_sample(name: st
         assert all(torch.equal(value, before[each]) for each, value in copies(model).items())
 
 
-def test_a_name_of_a_loss_whose_inputs_are_others_is_refused(tmp_path: Path) -> None:
+def test_a_known_loss_name_with_other_inputs_is_refused(tmp_path: Path) -> None:
     def answered(generator: torch.Generator, length: int) -> Row:
         pixels = torch.randn(3, 8, 8, generator=generator).double()
         return {**text(generator, 6), "pixel_values": pixels, "labels": torch.rand(3).double()}
@@ -121,7 +121,7 @@ def test_a_name_of_a_loss_whose_inputs_are_others_is_refused(tmp_path: Path) -> 
         train(ExactTrainer, Case(model, answered, collate=together), 2, 4, tmp_path)
 
 
-def test_a_loader_that_drops_its_last_batch_keeps_the_short_window_as_the_trainer_does(
+def test_drop_last_keeps_the_short_window_as_in_the_trainer(
     tmp_path: Path,
 ) -> None:
     case, options = CASES["masked"], {"optim": "sgd", "train_sampling_strategy": "sequential"}
@@ -132,8 +132,8 @@ def test_a_loader_that_drops_its_last_batch_keeps_the_short_window_as_the_traine
         for kind in (ExactTrainer, Trainer)
     )
 
-    assert ours.trainer.state.global_step == stock.trainer.state.global_step == 3  # of 8, 8 and 2 samples
-    assert gap(big, ours) <= 1e-6  # the head of masked tokens is in float64, its losses in float32
+    assert ours.trainer.state.global_step == stock.trainer.state.global_step == 3  # 8, 8 and 2 samples
+    assert gap(big, ours) <= 1e-6  # the head is in float64, its losses in float32
     assert gap(big, stock) > 0.05
 
 
@@ -152,26 +152,26 @@ def test_an_optimizer_that_steps_in_the_backward_is_refused(
 ) -> None:
     take = ExactTrainer.get_batch_samples
 
-    def with_it(self: Any, *given: Any) -> Any:  # none is installed here
+    def with_optimizer(self: Any, *given: Any) -> Any:  # the optimizer itself is not installed
         self.args.optim = OptimizerNames(name)
         return take(self, *given)
 
-    monkeypatch.setattr(ExactTrainer, "get_batch_samples", with_it)
+    monkeypatch.setattr(ExactTrainer, "get_batch_samples", with_optimizer)
     with pytest.raises(InputError, match=rf"optim='{name}' steps during each backward"):
         train(ExactTrainer, CASES["classes"], 2, 4, tmp_path)
 
 
-def test_samples_of_unequal_lengths_one_by_one_raise_no_warning(tmp_path: Path) -> None:
+def test_single_samples_of_unequal_lengths_give_no_warning(tmp_path: Path) -> None:
     data = rows(CASES["causal"], 8)
     big = train(Trainer, CASES["causal"], 8, 1, tmp_path, data=data)
-    ours = train(ExactTrainer, CASES["causal"], 1, 8, tmp_path, data=data)  # the tests raise warnings
+    ours = train(ExactTrainer, CASES["causal"], 1, 8, tmp_path, data=data)  # warnings are errors in tests
 
     assert len({len(row["input_ids"]) for row in data}) > 4
     assert gap(big, ours) <= 1e-5
 
 
 class _Scaled(ExactTrainer):
-    """With the scaler that Accelerate has for float16 on a GPU."""
+    """Trainer with Accelerate's GradScaler for float16 on a GPU."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -183,7 +183,7 @@ class _Scaled(ExactTrainer):
 def test_a_scaler_skips_an_update_without_labels(name: str, tmp_path: Path) -> None:
     case = CASES[name] if name in CASES else RUNS[name][0]
     data = rows(case, 16)
-    # Accelerate unscales before it clips for float16 alone.
+    # Accelerate unscales before clipping only for float16.
     options = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     ignored = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in data[:8]]
     once = train(_Scaled, case, 2, 4, tmp_path, data=data[8:], **options)

@@ -1,4 +1,4 @@
-"""Seq2SeqTrainer with the mixin against the same trainer with the large batch, also with smoothed labels."""
+"""Seq2SeqTrainer with the mixin against the stock trainer with the large batch, also with label smoothing."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ pytestmark = pytest.mark.integrations
 
 @pytest.fixture(autouse=True)
 def float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the models in float64, and take the arguments of this trainer."""
+    """Keep the models in float64, and use the arguments of this trainer."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(hf_cases, "TrainingArguments", Seq2SeqTrainingArguments)
 
 
 class ExactSeq2Seq(Exact, Seq2SeqTrainer):
-    """The diff of a user."""
+    """Trainer of a user with the mixin."""
 
 
 class InThrees(ExactSeq2Seq):
-    """Batches of the host, cut into micro-batches of three samples."""
+    """Trainer that splits each batch into micro-batches of three samples."""
 
     microbatch_size = 3
 
 
 def _shifted(rows: list[Row]) -> Row:
-    """Collate as `DataCollatorForSeq2Seq`: the labels are taken from a model that is to smooth them."""
+    """Collate as `DataCollatorForSeq2Seq`: with label smoothing the model gets no labels."""
     batch = collate(rows)
     labels = batch["labels"]
     start = torch.zeros(len(labels), 1, dtype=torch.long)
@@ -50,12 +50,12 @@ CASE = Case(CASES["seq2seq"].model, CASES["seq2seq"].row, collate=_shifted)
 
 @pytest.mark.parametrize(
     ("smoothing", "exact"),
-    [(0.0, 1e-12), (0.2, 1e-7)],  # the host adds up smoothed labels in float32
+    [(0.0, 1e-12), (0.2, 1e-7)],  # the Trainer adds up smoothed labels in float32
 )
-def test_the_update_is_that_of_the_large_batch(smoothing: float, exact: float, tmp_path: Path) -> None:
+def test_the_update_equals_the_large_batch(smoothing: float, exact: float, tmp_path: Path) -> None:
     options: dict[str, Any] = {"optim": "sgd", "label_smoothing_factor": smoothing}
     big = train(Seq2SeqTrainer, CASE, 8, 1, tmp_path, **options)
-    if not smoothing:  # where the host passes the number of items
+    if not smoothing:  # the Trainer passes the number of items
         assert gap(big, train(Seq2SeqTrainer, CASE, 2, 4, tmp_path, **options)) > 0.02
 
     for kind, size, steps in ((ExactSeq2Seq, 2, 4), (InThrees, 8, 1), (ExactSeq2Seq, 1, 8)):

@@ -1,4 +1,4 @@
-"""Losses with a second mean where samples come one by one: exact, or an error before the first step."""
+"""Losses with a second mean in micro-batches of one: exact, or an error before the first step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPTIONS = {"optim": "sgd", "remove_unused_columns": False}
 
 @pytest.fixture
 def float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the casts to float32 inside of the models from hiding an error of the arithmetic."""
+    """Turn casts to float32 inside the models into float64, so that rounding hides no error."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
@@ -56,13 +56,13 @@ def _per_sample(states: Tensor, mask: Tensor) -> Tensor:
 
 
 def _balance(states: Tensor, mask: Tensor) -> Tensor:
-    """Square of the mean over the rows of a router."""
+    """Square of the mean over a router's rows."""
     return 10 * ((states.softmax(-1) * mask).sum((0, 1)) / mask.sum()).square().sum()
 
 
 def _case(kind: Any, name: str, extra: Callable[[Tensor, Tensor], Tensor], **options: Any) -> Case:
     class Extra(kind):
-        """Adds a term to the loss of its class; transformers reads its name."""
+        """Add a term to the loss of the base class; transformers reads the class name."""
 
         def forward(self, *given: Any, **inputs: Any) -> Any:
             outputs = super().forward(*given, output_hidden_states=True, **inputs)
@@ -80,11 +80,9 @@ def _case(kind: Any, name: str, extra: Callable[[Tensor, Tensor], Tensor], **opt
 
 
 WRONG = {
-    "tokens beside a mean over labels": _case(LlamaForCausalLM, "causal", _per_token),
-    "samples beside a mean over labels": _case(
-        BertForTokenClassification, "tokens", _per_sample, num_labels=3
-    ),
-    "tokens beside a mean over samples": _case(
+    "tokens plus a mean over labels": _case(LlamaForCausalLM, "causal", _per_token),
+    "samples plus a mean over labels": _case(BertForTokenClassification, "tokens", _per_sample, num_labels=3),
+    "tokens plus a mean over samples": _case(
         BertForSequenceClassification, "regression", _per_token, num_labels=1
     ),
     "rows of a router": _case(BertForTokenClassification, "tokens", _balance, num_labels=3),
@@ -104,7 +102,7 @@ class _Coupled(ExactTrainer):
 def test_a_second_mean_is_an_error_before_the_first_step(name: str, alike: bool, tmp_path: Path) -> None:
     case = WRONG[name]
     data = rows(case, 20)
-    if alike:  # nothing in the first window tells labels, tokens and samples apart
+    if alike:  # in the first window, labels, tokens and samples cannot be distinguished
         data = [*rows(Case(case.model, case.row, equal=True), 8), *data]
     options = {**OPTIONS, "data": data, "train_sampling_strategy": "sequential"}
     big = train(Trainer, case, 8, 1, tmp_path, **options)
@@ -136,7 +134,7 @@ def test_a_second_mean_over_the_same_samples_is_exact(tmp_path: Path) -> None:
 
 
 class _Counted(ExactTrainer):
-    """Counts samples where the loss is a mean over labels."""
+    """Trainer that counts samples, although the loss is a mean over labels."""
 
     def weight_of(self, microbatch: Any) -> int:
         return len(microbatch["labels"])
@@ -148,7 +146,7 @@ def test_a_wrong_weight_is_an_error(tmp_path: Path) -> None:
 
 
 class _OwnMean(Trainer):
-    """A mean over labels of its own, which nothing says are left out by -100."""
+    """Trainer with its own mean over labels, which does not declare that -100 is ignored."""
 
     def compute_loss(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
         logits = model(input_ids=inputs["input_ids"]).logits
@@ -156,13 +154,13 @@ class _OwnMean(Trainer):
 
 
 class _OwnMeanOfSamples(_OwnMean, ExactTrainer):
-    """Counts samples."""
+    """Trainer that counts samples."""
 
     def weight_of(self, microbatch: Any) -> int:
         return len(microbatch["labels"])
 
 
-def test_a_weight_that_single_samples_cannot_show_is_warned_of(tmp_path: Path) -> None:
+def test_a_weight_that_single_samples_cannot_verify_gives_a_warning(tmp_path: Path) -> None:
     case = CASES["tokens"]
     large = train(_OwnMean, case, 8, 1, tmp_path, **OPTIONS)
     with pytest.warns(UserWarning, match=r"the divisor of the loss may differ from weight_of\(\)"):
@@ -170,8 +168,8 @@ def test_a_weight_that_single_samples_cannot_show_is_warned_of(tmp_path: Path) -
     assert gap(large, single) > 1e-3, "the premise: it is wrong"
 
 
-def test_labels_come_after_a_window_without(tmp_path: Path) -> None:
-    case = WRONG["samples beside a mean over labels"]
+def test_a_first_window_without_labels(tmp_path: Path) -> None:
+    case = WRONG["samples plus a mean over labels"]
     data = rows(case, 16)
     data = [
         {**row, "labels": torch.full_like(row["labels"], -100)} if place < 8 else row
@@ -182,7 +180,7 @@ def test_labels_come_after_a_window_without(tmp_path: Path) -> None:
 
 
 class _OneAtATime(nn.Module):
-    """Takes one sample."""
+    """Model that accepts only one sample."""
 
     loss_type = "ForTokenClassification"
 
@@ -196,7 +194,7 @@ class _OneAtATime(nn.Module):
         return self.inner(input_ids, labels=labels, attention_mask=attention_mask)
 
 
-def test_a_model_that_takes_one_sample_is_not_checked_and_says_so(tmp_path: Path) -> None:
+def test_a_model_of_single_samples_is_not_checked_and_warns(tmp_path: Path) -> None:
     case = CASES["tokens"]
     big = train(Trainer, case, 8, 1, tmp_path, **OPTIONS)
     with pytest.warns(UserWarning, match=r"could not check .* could not be joined \(one sample, please\)"):
@@ -210,13 +208,13 @@ def test_a_model_that_takes_one_sample_is_not_checked_and_says_so(tmp_path: Path
 
 
 class _OfOneSample(ExactTrainer):
-    """Reads the weight of one sample."""
+    """Trainer whose weight function accepts only one sample."""
 
     def weight_of(self, microbatch: Any) -> int:
         return int((microbatch["labels"][0] != -100).sum())
 
 
-def test_a_weight_of_one_sample_is_not_checked_and_says_so(tmp_path: Path) -> None:
+def test_a_weight_of_single_samples_is_not_checked_and_warns(tmp_path: Path) -> None:
     big = train(Trainer, CASES["tokens"], 8, 1, tmp_path, **OPTIONS)
     with pytest.warns(
         UserWarning, match=r"weight_of\(\) of joined samples differs from the sum of their weights"
@@ -225,7 +223,7 @@ def test_a_weight_of_one_sample_is_not_checked_and_says_so(tmp_path: Path) -> No
     assert gap(big, ours) <= 1e-12
 
 
-def test_samples_are_put_together_by_their_last_entries() -> None:
+def test_joined_samples_are_padded_with_their_last_entries() -> None:
     def sample(length: int) -> dict[str, Any]:
         ids = torch.arange(length)[None]
         more = {"picture": torch.zeros(1, 3, length, 2), "boxes": [length], "return_loss": False}

@@ -1,4 +1,4 @@
-"""Heads of the Trainer whose loss is several sums with divisors of their own: of answers, and of boxes."""
+"""Model heads whose loss has several terms with their own divisors: answers and boxes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _detector(kind: Any, config: Any) -> nn.Module:
 
 
 def _boxed(generator: torch.Generator, length: int) -> Row:
-    count = (length * 5) % 7  # 0 to 6: also none, and more than there are queries
+    count = (length * 5) % 7  # 0 to 6: none, up to more than there are queries
     boxes = torch.rand(count, 4, generator=generator) * 0.4 + 0.2
     labels = {"class_labels": torch.randint(3, (count,), generator=generator), "boxes": boxes}
     return {"input_ids": torch.ones(length), "pixel_values": torch.randn(3, 32, 32), "labels": labels}
@@ -77,19 +77,21 @@ def _pictures(rows: list[Row]) -> Row:
 
 def _answered(generator: torch.Generator, length: int) -> Row:
     ids = torch.randint(1, 39, (length,), generator=generator)
-    start, end = torch.randint(length + 4, (2,), generator=generator).clamp(max=length)  # some lie outside
+    start, end = torch.randint(length + 4, (2,), generator=generator).clamp(
+        max=length
+    )  # some are outside the text
     return {"input_ids": ids, "start_positions": start, "end_positions": end.clamp(max=length)}
 
 
 def _page() -> nn.Module:
-    """Return a model whose logits are of the words and of the patches of a picture after them."""
+    """Return a model with logits of the words and of the patches of a picture."""
     sizes = {"input_size": 8, "patch_size": 4, "coordinate_size": 2, "shape_size": 4}
     sizes |= {"max_2d_position_embeddings": 16, "max_position_embeddings": 32, "pad_token_id": 0}
     return LayoutLMv3ForQuestionAnswering(LayoutLMv3Config(vocab_size=40, **sizes, **SMALL, **NO_DROPOUT))
 
 
 def _read(generator: torch.Generator, length: int) -> Row:
-    start, end = torch.randint(LENGTH + 9, (2,), generator=generator)  # in words, in patches, and outside
+    start, end = torch.randint(LENGTH + 9, (2,), generator=generator)  # in words, in patches, or outside
     ids = torch.randint(1, 39, (LENGTH,), generator=generator)
     page = {"bbox": torch.zeros(LENGTH, 4).long(), "pixel_values": torch.randn(3, 8, 8, generator=generator)}
     return {"input_ids": ids, **page, "start_positions": start, "end_positions": end}
@@ -117,7 +119,7 @@ OPTIONS = {"optim": "sgd", "learning_rate": 0.02, "remove_unused_columns": False
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_the_update_is_that_of_the_large_batch(name: str, tmp_path: Path) -> None:
+def test_the_update_equals_the_large_batch(name: str, tmp_path: Path) -> None:
     case = HEADS[name]
     big = train(Trainer, case, 8, 1, tmp_path, **OPTIONS)
     stock = train(Trainer, case, 2, 4, tmp_path, **OPTIONS)
@@ -130,14 +132,14 @@ def test_the_update_is_that_of_the_large_batch(name: str, tmp_path: Path) -> Non
         assert ours.logged("grad_norm") == pytest.approx(big.logged("grad_norm"), rel=1e-10)
 
 
-def test_premise_some_starts_count_without_their_ends_and_pictures_have_no_boxes() -> None:
+def test_premise_some_answers_lie_outside_and_pictures_lack_boxes() -> None:
     generator = torch.Generator().manual_seed(1)
     rows = [_answered(generator, LENGTH) for _ in range(20)]
     inside = [(int(row["start_positions"]) < LENGTH, int(row["end_positions"]) < LENGTH) for row in rows]
     counts = {len(_boxed(generator, length)["labels"]["boxes"]) for length in range(4, 14)}
 
     reads = [int(_read(generator, LENGTH)["start_positions"]) for _ in range(20)]
-    patches = 5  # and a token for the whole picture
+    patches = 5  # 4 patches and a token for the whole picture
     assert len(set(inside)) == 4
     assert {(read >= LENGTH) + (read >= LENGTH + patches) for read in reads} == {0, 1, 2}
     assert counts >= {0, 1, QUERIES + 1}
@@ -157,7 +159,7 @@ def test_mutant_terms_with_one_divisor(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class _Halved(nn.Module):
-    """Returns another loss than its name says."""
+    """Model whose loss is half of the declared one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,13 +173,13 @@ class _Halved(nn.Module):
 
 
 class _Silent(_Halved):
-    """Returns its loss alone."""
+    """Model that returns only its loss."""
 
     def forward(self, **inputs: Any) -> Any:
         return {"loss": super().forward(**inputs)["loss"]}
 
 
-def test_a_loss_that_is_not_made_of_the_terms_is_an_error(tmp_path: Path) -> None:
+def test_a_loss_other_than_the_sum_of_its_terms_is_an_error(tmp_path: Path) -> None:
     case = HEADS["starts and ends"]
     with pytest.raises(
         LossSpecError, match=r"loss of _Halved is .* start, end add up to .* In a Trainer, define `weight_of"
@@ -203,7 +205,7 @@ def test_coupled_samples_in_lists_are_refused(tmp_path: Path) -> None:
         train(kind, HEADS["classes and boxes"], 2, 4, tmp_path, **OPTIONS)
 
 
-def test_lists_of_tensors_with_all_samples_are_no_lists_of_samples() -> None:
+def test_lists_of_batch_tensors_are_not_lists_of_samples() -> None:
     maps = {"pixel_values": torch.zeros(2, 3), "maps": [torch.zeros(2, 4), torch.zeros(2, 5)]}
 
     assert split_of(maps).per_sample == ()

@@ -44,7 +44,7 @@ def model(loss: str | None, **config: Any) -> Any:
         ("ForCTC", {"ctc_loss_reduction": "mean"}, {"labels": LABELS}, 2),
     ],
 )
-def test_weight_is_what_the_loss_is_divided_by(
+def test_weight_is_the_divisor_of_the_loss(
     loss: str, config: dict[str, Any], inputs: dict[str, Any], weight: int
 ) -> None:
     assert weigh(model(loss, **config), inputs) == weight
@@ -59,7 +59,7 @@ def test_weight_is_what_the_loss_is_divided_by(
         (model("ForCTC", ctc_loss_reduction="none"), {"labels": LABELS}, 'ctc_loss_reduction is not "mean"'),
     ],
 )
-def test_what_is_not_known_is_refused(given: Any, inputs: dict[str, Any], why: str) -> None:
+def test_unknown_losses_are_refused(given: Any, inputs: dict[str, Any], why: str) -> None:
     with pytest.raises(InputError, match=rf"{why}\. Define `weight_of\(self, microbatch\)`"):
         weigh(given, inputs)
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with ExactAccumulation, beside its own large batch and its own accumulation."""
+"""Lightning's Trainer with ExactAccumulation, against its large batch and its own accumulation."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.integrations.lightning_models import (
     Halved,
     Rows,
     Tokens,
-    apart,
     count,
+    largest_difference,
     loader,
     train,
 )
@@ -52,25 +52,23 @@ PAIRS = {"SGD": (Tokens, Exact), "AdamW": (TokensAdamW, ExactAdamW)}
 
 @pytest.mark.parametrize("optimizer", PAIRS)
 @pytest.mark.parametrize("clip", [None, "norm", "value"])
-def test_the_update_is_that_of_the_large_batch_and_lightnings_own_is_not(
-    optimizer: str, clip: str | None
-) -> None:
+def test_the_update_equals_the_large_batch_unlike_lightnings_own(optimizer: str, clip: str | None) -> None:
     host, ours = PAIRS[optimizer]
     options: dict[str, Any] = {}
     if clip:
         options = {"gradient_clip_val": 0.2 if clip == "norm" else 0.03, "gradient_clip_algorithm": clip}
     large, stock, exact = host(), host(), ours()
     trainers = [train(large, 16, 1, **options), train(stock, 4, 4, **options), train(exact, 4, 4, **options)]
-    assert apart(large, host()) > 0.05  # it learns
-    assert apart(large, stock) > 0.01
-    assert apart(large, exact) <= 1e-12
+    assert largest_difference(large, host()) > 0.05  # it learns
+    assert largest_difference(large, stock) > 0.01
+    assert largest_difference(large, exact) <= 1e-12
     assert [each.global_step for each in trainers] == [6, 6, 6]
     assert len(large.norms) == len(exact.norms) == 6
     assert exact.norms == pytest.approx(large.norms, rel=1e-12)
     assert stock.norms != pytest.approx(large.norms, rel=1e-2)
 
 
-def test_each_value_is_logged_once_for_each_update_and_is_that_of_the_large_batch() -> None:
+def test_each_update_logs_the_values_of_the_large_batch_once() -> None:
     large, stock, exact = Tokens(), Tokens(), Exact()
     rows: list[list[Any]] = []
     shown: list[dict[str, Any]] = []
@@ -91,10 +89,10 @@ def test_each_value_is_logged_once_for_each_update_and_is_that_of_the_large_batc
     losses = [loss for loss in exact.outputs if not math.isnan(loss)]
     assert losses == pytest.approx(large.outputs, rel=1e-12)
     assert len(losses) == 6
-    assert len(exact.outputs) == 22  # NaN for the batches that are collected
+    assert len(exact.outputs) == 22  # NaN for batches before the last of a window
 
 
-def test_the_hooks_of_callbacks_come_as_in_lightnings_own_accumulation(tmp_path: Path) -> None:
+def test_callback_hooks_run_as_in_lightnings_own_accumulation(tmp_path: Path) -> None:
     found: list[list[str]] = []
     for module in (Tokens(), Exact()):
         events: list[str] = []
@@ -111,7 +109,7 @@ def test_the_hooks_of_callbacks_come_as_in_lightnings_own_accumulation(tmp_path:
 
 
 class _Noting(lightning.Callback):
-    """Notes each hook, with the step and the learning rate."""
+    """Callback that records each hook with the step and the learning rate."""
 
     def __init__(self, events: list[str]) -> None:
         for name in dir(lightning.Callback):
@@ -136,8 +134,8 @@ def test_training_resumes_from_a_checkpoint_of_lightning(tmp_path: Path) -> None
     train(without, 4, 4)
     train(first, 4, 4, max_epochs=1).save_checkpoint(tmp_path / "after_one.ckpt")
     trainer = train(second, 4, 4, ckpt_path=tmp_path / "after_one.ckpt")
-    assert apart(first, without) > 0.01
-    assert apart(second, without) == 0
+    assert largest_difference(first, without) > 0.01
+    assert largest_difference(second, without) == 0
     assert trainer.global_step == 6
 
 
@@ -147,18 +145,18 @@ def test_max_steps_counts_updates(steps: int) -> None:
     train(large, 16, 1, max_epochs=-1, max_steps=steps)
     trainer = train(exact, 4, 4, max_epochs=-1, max_steps=steps)
     assert trainer.global_step == steps
-    assert apart(large, exact) <= 1e-12
+    assert largest_difference(large, exact) <= 1e-12
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bfloat16_is_nearer_to_the_large_batch_than_lightnings_own(precision: str) -> None:
+def test_bfloat16_is_closer_to_the_large_batch_than_lightnings_own(precision: str) -> None:
     modules = [kind().float() for kind in (Tokens, Tokens, Exact)]
     for module, (size, batches) in zip(modules, ((16, 1), (4, 4), (4, 4)), strict=True):
         train(module, size, batches, precision=precision)
     large, stock, exact = modules
     assert large.net[0].weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
-    assert apart(large, stock) > 0.02
-    assert apart(large, exact) < 5e-3
+    assert largest_difference(large, stock) > 0.02
+    assert largest_difference(large, exact) < 5e-3
 
 
 def test_float64_by_lightning_is_exact() -> None:
@@ -166,7 +164,7 @@ def test_float64_by_lightning_is_exact() -> None:
     train(large, 16, 1, precision="64-true")
     train(exact, 4, 4, precision="64-true")
     assert exact.net[0].weight.dtype == torch.float64
-    assert apart(large, exact) <= 1e-12
+    assert largest_difference(large, exact) <= 1e-12
 
 
 def _in_float16(kind: type[Tokens], size: int, batches: int, scale: float) -> tuple[Tokens, Any]:
@@ -177,10 +175,10 @@ def _in_float16(kind: type[Tokens], size: int, batches: int, scale: float) -> tu
 
 def test_the_scaler_of_lightning_scales_and_unscales() -> None:
     (large, before), (exact, after) = _in_float16(Tokens, 16, 1, 2.0**9), _in_float16(Exact, 4, 4, 2.0**9)
-    assert before.get_scale() == after.get_scale() == 2.0**12  # three times in twelve updates
+    assert before.get_scale() == after.get_scale() == 2.0**12  # it grew three times in twelve updates
     assert exact.norms == pytest.approx(large.norms, rel=0.02)
-    assert apart(large, Tokens().float()) > 0.05
-    assert apart(large, exact) < 2e-3
+    assert largest_difference(large, Tokens().float()) > 0.05
+    assert largest_difference(large, exact) < 2e-3
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first update is skipped
@@ -188,10 +186,10 @@ def test_the_scaler_of_lightning_skips_an_update_that_overflows() -> None:
     module, scaler = _in_float16(Exact, 4, 4, 2.0**40)
     assert not any(map(math.isfinite, module.norms))
     assert scaler.get_scale() == 2.0 ** (40 - 12)
-    assert apart(module, Tokens().float()) == 0
+    assert largest_difference(module, Tokens().float()) == 0
 
 
-def test_metrics_that_are_not_means_and_metrics_of_torchmetrics_count_each_sample_once() -> None:
+def test_sums_and_torchmetrics_count_each_sample_once() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Measured(Tokens):
@@ -222,7 +220,7 @@ def test_metrics_that_are_not_means_and_metrics_of_torchmetrics_count_each_sampl
     assert metrics[1]["longest"] == metrics[0]["longest"] == max(count(batch) for batch in loader(4))
 
 
-def test_a_batch_of_the_loader_can_be_cut() -> None:
+def test_a_batch_of_the_loader_can_be_split() -> None:
     class Cut(Exact):
         sizes: list[int] = []
 
@@ -236,15 +234,15 @@ def test_a_batch_of_the_loader_can_be_cut() -> None:
     large, exact = Tokens(), Cut()
     trainer = train(large, 16, 1)
     ours = train(exact, 16, 1)
-    assert Cut.sizes[-5:] == [4, 4, 4, 4, 44] or Cut.sizes[-4:] == [4, 4, 4, 44]  # then the validation
-    assert apart(large, exact) <= 1e-12
+    assert Cut.sizes[-5:] == [4, 4, 4, 4, 44] or Cut.sizes[-4:] == [4, 4, 4, 44]  # the last is validation
+    assert largest_difference(large, exact) <= 1e-12
     assert float(ours.callback_metrics["loss_epoch"]) == pytest.approx(
         float(trainer.callback_metrics["loss_epoch"]), rel=1e-12
     )
 
 
 class _Norm(Tokens):
-    """Samples coupled by BatchNorm."""
+    """Module with samples coupled by BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +254,7 @@ class _Norm(Tokens):
         return nn.functional.cross_entropy(logits, x[:, 0])
 
 
-def test_coupled_samples_are_those_of_the_large_batch() -> None:
+def test_coupled_samples_give_the_update_of_the_large_batch() -> None:
     class ExactNorm(ExactAccumulation, _Norm):
         coupled = True
 
@@ -264,15 +262,15 @@ def test_coupled_samples_are_those_of_the_large_batch() -> None:
     trainer = train(large, 16, 1)
     train(stock, 4, 4)
     ours = train(exact, 4, 4)
-    assert apart(large, stock) > 0.01
-    assert apart(large, exact) <= 1e-12
+    assert largest_difference(large, stock) > 0.01
+    assert largest_difference(large, exact) <= 1e-12
     assert torch.allclose(large.norm.running_mean, exact.norm.running_mean, rtol=1e-12)
     assert float(ours.callback_metrics["loss_epoch"]) == pytest.approx(
         float(trainer.callback_metrics["loss_epoch"]), rel=1e-12
     )
 
 
-def test_coupled_samples_that_are_not_declared_are_an_error() -> None:
+def test_undeclared_coupled_samples_are_an_error() -> None:
     class Contrastive(Tokens):
         def loss(self, batch: Any) -> Any:
             rows = self.net[0](batch[0]).mean(1)
@@ -285,7 +283,7 @@ def test_coupled_samples_that_are_not_declared_are_an_error() -> None:
         train(Undeclared(), 4, 4)
 
 
-def test_memory_that_runs_out_changes_neither_the_update_nor_what_is_logged() -> None:
+def test_running_out_of_memory_changes_neither_update_nor_log() -> None:
     large = Tokens()
     trainer = train(large, 16, 1)
 
@@ -307,18 +305,18 @@ def test_memory_that_runs_out_changes_neither_the_update_nor_what_is_logged() ->
     with pytest.warns(UserWarning, match="memory ran out in micro-batch"):
         ours = train(exact, 4, 4)
     assert Failing.failures > 0
-    assert apart(large, exact) <= 1e-12
+    assert largest_difference(large, exact) <= 1e-12
     assert float(ours.callback_metrics["loss_epoch"]) == pytest.approx(
         float(trainer.callback_metrics["loss_epoch"]), rel=1e-12
     )
 
 
-def test_two_ranks_make_the_update_of_the_batch_of_both(tmp_path: Path) -> None:
+def test_two_ranks_give_the_update_of_the_joint_batch(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         (tmp_path / "port").write_text(str(probe.getsockname()[1]))
     found = found_by_both("tests.integrations.lightning_ranks", tmp_path, warnings="default", patience=280)
-    # Where labels are ignored, one rank has none in the first window.
+    # With ignored labels, one rank has no label in the first window.
     cases = {"exact": (Tokens, None), "idle": (Tokens, IGNORED), "hooks": (Halved, None)}
     for name, (kind, ignored) in cases.items():
         alone = kind()
@@ -327,7 +325,7 @@ def test_two_ranks_make_the_update_of_the_batch_of_both(tmp_path: Path) -> None:
             _assert_same(rank[name], alone, trainer)
         assert isinstance(trainer.logger, Rows)
         for (_, ours), (_, theirs) in zip(found[0][name]["rows"], trainer.logger.rows, strict=True):
-            if "val" not in ours:  # each rank's own
+            if "val" not in ours:  # validation is per rank
                 assert ours == pytest.approx(theirs, rel=1e-12)
     alone = Tokens()
     train(alone, 16, 1)

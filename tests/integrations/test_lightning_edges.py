@@ -1,4 +1,4 @@
-"""ExactAccumulation of Lightning: what it refuses, hooks and batches out of the ordinary, failures."""
+"""ExactAccumulation for Lightning: errors, unusual hooks and batches, failures."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.integrations.lightning_models import (
     Halved,
     Tokens,
     Unchecked,
-    apart,
     count,
+    largest_difference,
     loader,
     samples,
     train,
@@ -38,7 +38,7 @@ pytestmark = MARKS
 
 
 def train_by_hand(module: Tokens, batches: Sequence[tuple[int, int]], *, schedule: bool = False) -> None:
-    """Make an update of each batch, from a first sample up to a last one."""
+    """Make one update for each slice of samples."""
     rows = torch.utils.data.TensorDataset(*samples())
     made = module.configure_optimizers()
     optimizer = made["optimizer"]
@@ -50,9 +50,9 @@ def train_by_hand(module: Tokens, batches: Sequence[tuple[int, int]], *, schedul
             made["lr_scheduler"]["scheduler"].step()
 
 
-def test_accumulation_may_grow_and_an_epoch_may_be_left_in_the_middle_of_an_update() -> None:
+def test_accumulation_may_grow_and_an_epoch_may_end_inside_a_window() -> None:
     class Growing(lightning.Callback):
-        """Two batches of 4 for an update in the first epoch, and then four; or one batch of that size."""
+        """Two batches of 4 per update in the first epoch, then four; or one batch of that size."""
 
         def __init__(self, accumulates: bool) -> None:
             self.accumulates = accumulates
@@ -62,11 +62,11 @@ def test_accumulation_may_grow_and_an_epoch_may_be_left_in_the_middle_of_an_upda
                 trainer.accumulate_grad_batches = 2 if trainer.current_epoch == 0 else 4
 
     class Constant(Tokens):
-        def configure_optimizers(self) -> Any:  # Lightning's schedule counts an update that is left
+        def configure_optimizers(self) -> Any:  # Lightning's schedule counts an unfinished update
             return torch.optim.SGD(self.parameters(), lr=0.5)
 
     class Leaves(ByTokens, Constant):
-        """Leaves the first epoch at its sixth batch, when one of the third update is collected."""
+        """Callback that ends the first epoch at its sixth batch, inside the third update."""
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if self.trainer.current_epoch == 0 and batch_idx == 5 else None
@@ -75,10 +75,10 @@ def test_accumulation_may_grow_and_an_epoch_may_be_left_in_the_middle_of_an_upda
     train(exact, 4, 2, callbacks=[Growing(accumulates=True)])
     train_by_hand(by_hand, ((0, 8), (8, 16), (0, 16), (16, 32), (32, 44)))
     assert exact.trainer.global_step == 5
-    assert apart(exact, by_hand) <= 1e-12
+    assert largest_difference(exact, by_hand) <= 1e-12
 
 
-def test_an_optimizer_that_asks_again_for_the_loss_gets_that_of_the_whole_batch() -> None:
+def test_lbfgs_reevaluates_the_loss_of_the_whole_batch() -> None:
     class LBFGS:
         optimizer, lr = torch.optim.LBFGS, 0.3
         options = {"max_iter": 3}
@@ -91,11 +91,11 @@ def test_an_optimizer_that_asks_again_for_the_loss_gets_that_of_the_whole_batch(
     train(large, SAMPLES, 1)
     train(exact, 4, 11)
     assert len(large.norms) == len(exact.norms) > 4
-    assert apart(large, Tokens()) > 0.1
-    assert apart(large, exact) <= 1e-10  # its line of secants enlarges rounding
+    assert largest_difference(large, Tokens()) > 0.1
+    assert largest_difference(large, exact) <= 1e-10  # its secant steps amplify rounding
 
 
-def test_hooks_of_the_users_own_are_called() -> None:
+def test_hooks_of_the_user_are_called() -> None:
     class Hooked(Tokens):
         def __init__(self) -> None:
             super().__init__()
@@ -123,10 +123,10 @@ def test_hooks_of_the_users_own_are_called() -> None:
     train(exact, 4, 4, max_steps=1, gradient_clip_val=9.0)
     assert large.called == ["start", "step", "backward", "clip"]
     assert exact.called == ["start", "step", "backward", "backward", "backward", "backward", "clip"]
-    assert apart(large, exact) <= 1e-12
+    assert largest_difference(large, exact) <= 1e-12
 
 
-def test_each_batch_keeps_its_number_and_a_step_may_leave_the_number_out() -> None:
+def test_each_batch_keeps_its_index_which_a_step_may_omit() -> None:
     class Numbered(Tokens):
         def __init__(self) -> None:
             super().__init__()
@@ -149,10 +149,10 @@ def test_each_batch_keeps_its_number_and_a_step_may_leave_the_number_out() -> No
     train(numbered, 4, 4, max_epochs=1)
     train(bare, 4, 4, max_epochs=1)
     assert numbered.numbers == list(range(11))
-    assert apart(bare, numbered) == 0
+    assert largest_difference(bare, numbered) == 0
 
 
-def test_a_fit_that_fails_leaves_an_ordinary_module_that_can_be_copied() -> None:
+def test_after_a_failed_fit_the_module_is_ordinary_and_can_be_copied() -> None:
     class Fails(Exact):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             assert deepcopy(self)._windows is None
@@ -166,7 +166,7 @@ def test_a_fit_that_fails_leaves_an_ordinary_module_that_can_be_copied() -> None
     assert module.net[2].weight.grad is not None
 
 
-def test_a_batch_that_does_not_count_is_left_out_and_one_without_a_loss_is_named() -> None:
+def test_a_batch_of_weight_zero_is_left_out_and_one_without_a_loss_is_an_error() -> None:
     class WithoutFirst(Tokens):
         def loss(self, batch: Any) -> Any:
             x, y = batch
@@ -185,7 +185,7 @@ def test_a_batch_that_does_not_count_is_left_out_and_one_without_a_loss_is_named
     large, exact = WithoutFirst(), SkipsFirst()
     train(large, 16, 1, max_steps=1)
     train(exact, 4, 4, max_steps=1)
-    assert apart(large, exact) <= 1e-12
+    assert largest_difference(large, exact) <= 1e-12
 
     class ReturnsNone(Tokens):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -210,18 +210,18 @@ def test_a_wrong_weight_is_an_error_before_the_first_step() -> None:
     module = BySamples()
     with pytest.raises(LossSpecError, match="weight"):
         train(module, 4, 4)
-    assert apart(module, Tokens()) == 0
+    assert largest_difference(module, Tokens()) == 0
     assert module.norms == []
 
 
-def test_a_wrong_weight_that_is_not_checked_is_another_update() -> None:
+def test_an_unchecked_wrong_weight_gives_another_update() -> None:
     large, wrong = Tokens(), type("BySamples", (Unchecked, Tokens), {})()
     train(large, 16, 1)
     train(wrong, 4, 4)
-    assert apart(large, wrong) > 0.01
+    assert largest_difference(large, wrong) > 0.01
 
 
-def test_a_training_step_that_would_come_first_is_refused_where_the_class_is_made() -> None:
+def test_a_training_step_before_the_mixin_is_refused_at_class_definition() -> None:
     with pytest.raises(InputError, match=r"Wrong overrides ExactAccumulation"):
 
         class Wrong(ExactAccumulation):
@@ -231,7 +231,7 @@ def test_a_training_step_that_would_come_first_is_refused_where_the_class_is_mad
         type("Reversed", (Tokens, ExactAccumulation), {})
 
 
-def test_what_cannot_be_accumulated_is_refused_before_the_first_step() -> None:
+def test_unsupported_options_are_refused_before_the_first_step() -> None:
     module = Exact()
     module.automatic_optimization = False
     with pytest.raises(
@@ -250,7 +250,7 @@ def test_what_cannot_be_accumulated_is_refused_before_the_first_step() -> None:
         train(type("ExactIterator", (ExactAccumulation, FromIterator), {})(), 4, 4)
 
 
-def test_a_strategy_that_shards_is_refused() -> None:
+def test_a_sharding_strategy_is_refused() -> None:
     from lightning.pytorch.strategies import FSDPStrategy
 
     module = Exact()
@@ -262,7 +262,7 @@ def test_a_strategy_that_shards_is_refused() -> None:
         module.on_fit_start()
 
 
-def test_a_version_that_was_not_tested_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_version_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(versions.TESTED, "lightning", ("2.4", "2.5"))
     with pytest.warns(UserWarning, match="was tested with lightning 2.4 to 2.5"):
         train(Exact(), 4, 4, max_steps=1)
@@ -281,12 +281,12 @@ def test_a_hook_after_the_backward_finds_gradients_after_each_batch() -> None:
     whole, large, exact = Tokens(), Halved(), ExactHalved()
     for module, size, batches in ((whole, 16, 1), (large, 16, 1), (exact, 4, 4)):
         train(module, size, batches)
-    assert apart(large, whole) > 0.01
-    assert apart(large, exact) <= 1e-12
+    assert largest_difference(large, whole) > 0.01
+    assert largest_difference(large, exact) <= 1e-12
 
 
 class _Untouched(Exact):
-    """Notes its parameters before each step."""
+    """Module that records its parameters before each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,17 +311,17 @@ def test_an_update_without_weight_changes_nothing(scaled: bool) -> None:
     assert math.isfinite(float(trainer.callback_metrics["loss_epoch"]))
 
 
-def test_a_batch_without_weight_beside_others_is_no_part_of_the_update() -> None:
+def test_a_batch_of_weight_zero_among_others_does_not_count() -> None:
     large, exact = Tokens(), Exact()
     trainer = train(large, 16, 1, ignored=slice(4, 8))
     ours = train(exact, 4, 4, ignored=slice(4, 8))
-    assert apart(large, exact) <= 1e-12
+    assert largest_difference(large, exact) <= 1e-12
     assert float(ours.callback_metrics["loss_epoch"]) == pytest.approx(
         float(trainer.callback_metrics["loss_epoch"]), rel=1e-12
     )
 
 
-def test_a_loader_that_drops_its_last_batch_keeps_the_short_window_as_lightning_does() -> None:
+def test_drop_last_keeps_the_short_window_as_in_lightning() -> None:
     def fit(module: Tokens, size: int, batches: int, rows: int) -> Any:
         given = torch.utils.data.TensorDataset(*(each[:rows] for each in samples()))
         loader = torch.utils.data.DataLoader(given, batch_size=size, drop_last=True)
@@ -332,7 +332,7 @@ def test_a_loader_that_drops_its_last_batch_keeps_the_short_window_as_lightning_
         return trainer.global_step
 
     stock, exact, large = Tokens(), Exact(), Tokens()
-    # Of 43 samples, 40 are in batches of 4, of which the last two make the third update.
+    # 40 of 43 samples are in batches of 4; the last two batches make the third update.
     assert fit(stock, 4, 4, 43) == fit(exact, 4, 4, 43) == 3
     train_by_hand(large, ((0, 16), (16, 32), (32, 40)), schedule=True)
-    assert apart(large, exact) <= 1e-12
+    assert largest_difference(large, exact) <= 1e-12

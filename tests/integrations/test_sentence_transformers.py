@@ -1,4 +1,4 @@
-"""`cached` gives every loss of sentence-transformers the gradient of the large batch, in its Trainer too."""
+"""`cached` gives losses of sentence-transformers the gradient of the large batch, also in the Trainer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from superbatch.integrations import sentence_transformers as integration
 from superbatch.integrations.sentence_transformers import cached
 from superbatch.torch.memory.meter import peak_bytes
 from tests.integrations.encoders import (
-    apart,
     columns,
     dense,
     gradients,
+    largest_difference,
     multi_vector,
     rows_seen,
     sparse,
@@ -53,7 +53,7 @@ DENSE: dict[str, tuple[Callable[[Any], nn.Module], int, Tensor | None]] = {
     "AnglE": (losses.AnglELoss, 2, SCORES),
     "hardest triplets": (losses.BatchHardTripletLoss, 1, CLASSES),
     "hardest pairs": (losses.OnlineContrastiveLoss, 2, CLASSES % 2),
-    "a classifier of its own": (lambda m: losses.SoftmaxLoss(m, 16, 3).double(), 2, CLASSES),
+    "own classifier": (lambda m: losses.SoftmaxLoss(m, 16, 3).double(), 2, CLASSES),
     "nested dimensions": (lambda m: losses.MatryoshkaLoss(m, Ranking(m), [16, 8, 4]), 2, None),
     "several terms": (losses.GlobalOrthogonalRegularizationLoss, 2, None),
     "two copies of the model": (losses.ContrastiveTensionLossInBatchNegatives, 1, None),
@@ -69,7 +69,7 @@ def test_a_loss_over_the_large_batch(name: str, tmp_path: Path) -> None:
     seen = rows_seen(model)
     found_value, found = gradients(cached(loss, microbatch_size=5), features, labels)
     assert found_value == pytest.approx(value, rel=1e-12)
-    assert apart(found, real) < 1e-12
+    assert largest_difference(found, real) < 1e-12
     assert len(seen) >= 6, "the premise: there are micro-batches, each encoded twice"
     assert max(seen) <= 5
 
@@ -79,11 +79,11 @@ def test_a_loss_with_a_guide(tmp_path: Path) -> None:
     loss, features = losses.GISTEmbedLoss(model, guide), columns(model)
     _, real = gradients(loss, features)
     seen = rows_seen(guide)
-    assert apart(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
+    assert largest_difference(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
     assert seen == [4] * 6, "the guide encodes in micro-batches too, once"
 
 
-def test_the_losses_that_the_host_caches(tmp_path: Path) -> None:
+def test_losses_with_caching_of_their_own(tmp_path: Path) -> None:
     model, guide = dense(tmp_path / "model"), dense(tmp_path / "guide", seed=5)
     features = columns(model)
     pairs = [
@@ -95,7 +95,7 @@ def test_the_losses_that_the_host_caches(tmp_path: Path) -> None:
     ]
     for plain, host in pairs:
         ours = gradients(cached(plain, microbatch_size=5), features)[1]
-        assert apart(ours, gradients(host, features)[1]) < 1e-12
+        assert largest_difference(ours, gradients(host, features)[1]) < 1e-12
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -107,7 +107,7 @@ def test_sparse_encoders(tmp_path: Path) -> None:
     )
     features = columns(model)
     _, real = gradients(loss, features)
-    assert apart(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
+    assert largest_difference(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
 
 
 def test_multi_vector_encoders(tmp_path: Path) -> None:
@@ -115,11 +115,13 @@ def test_multi_vector_encoders(tmp_path: Path) -> None:
     loss = multi_vector_losses.MultiVectorMultipleNegativesRankingLoss(model)
     features = columns(model)
     _, real = gradients(loss, features)
-    assert apart(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
+    assert largest_difference(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
 
 
-def of_the_same_draws(model: nn.Module, features: list[dict[str, Any]], seed: int) -> dict[str, Tensor]:
-    """The gradient of the loss over embeddings of micro-batches of 4, drawn in order and encoded once."""
+def gradient_with_the_same_dropout(
+    model: nn.Module, features: list[dict[str, Any]], seed: int
+) -> dict[str, Tensor]:
+    """Return the gradient of the loss over embeddings of micro-batches of 4, each encoded once in order."""
 
     class Parts(nn.Module):
         def forward(self, column: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -134,22 +136,24 @@ def of_the_same_draws(model: nn.Module, features: list[dict[str, Any]], seed: in
     return {f"model.{name}": each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-def test_dropout_draws_the_same_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_forwards_have_the_same_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dense(tmp_path, dropout=0.3)
     features = columns(model)
-    real = {name: each.clone() for name, each in of_the_same_draws(model, features, 1).items()}
-    other = of_the_same_draws(model, features, 2)
-    assert apart(other, real) > 1e-2, "the premise: there is dropout"
+    real = {name: each.clone() for name, each in gradient_with_the_same_dropout(model, features, 1).items()}
+    other = gradient_with_the_same_dropout(model, features, 2)
+    assert largest_difference(other, real) > 1e-2, "the premise: there is dropout"
     loss = cached(Ranking(model), microbatch_size=5)
     torch.manual_seed(1)
-    assert apart(gradients(loss, features)[1], real) < 1e-12
+    assert largest_difference(gradients(loss, features)[1], real) < 1e-12
 
     def forgetful(*arguments: Any, **options: Any) -> Any:
         return torch.utils.checkpoint.checkpoint(*arguments, preserve_rng_state=False, **options)
 
     monkeypatch.setattr(integration, "checkpoint", forgetful)
     torch.manual_seed(1)
-    assert apart(gradients(loss, features)[1], real) > 1e-2, "the mutant: other masks in the second forward"
+    assert largest_difference(gradients(loss, features)[1], real) > 1e-2, (
+        "the mutant: other masks in the second forward"
+    )
 
 
 def test_prompts(tmp_path: Path) -> None:
@@ -160,7 +164,7 @@ def test_prompts(tmp_path: Path) -> None:
     _, real = gradients(loss, features)
     for length in (features[0]["prompt_length"], torch.tensor([features[0]["prompt_length"]])):
         given = [{**column, "prompt_length": length} for column in features]
-        assert apart(gradients(cached(loss, microbatch_size=5), given)[1], real) < 1e-12
+        assert largest_difference(gradients(cached(loss, microbatch_size=5), given)[1], real) < 1e-12
 
 
 def test_a_module_that_writes_into_its_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +177,11 @@ def test_a_module_that_writes_into_its_features(tmp_path: Path, monkeypatch: pyt
     model.append(Masks())
     loss, features = Ranking(model), columns(model)
     _, real = gradients(loss, features)
-    assert apart(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
+    assert largest_difference(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
     monkeypatch.setattr(integration, "_copy", lambda value: value)
-    assert apart(gradients(cached(loss, microbatch_size=5), features)[1], real) > 1e-3, "the mutant"
+    assert largest_difference(gradients(cached(loss, microbatch_size=5), features)[1], real) > 1e-3, (
+        "the mutant"
+    )
 
 
 def test_a_compiled_model(tmp_path: Path) -> None:
@@ -185,7 +191,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     wrapped = cached(loss, microbatch_size=5)
     loss.model = torch.compile(model, backend="eager")
     found = {name.replace("_orig_mod.", ""): each for name, each in gradients(wrapped, features)[1].items()}
-    assert apart(found, real) < 1e-12
+    assert largest_difference(found, real) < 1e-12
 
 
 def test_autocast(tmp_path: Path) -> None:
@@ -195,12 +201,12 @@ def test_autocast(tmp_path: Path) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, stock = gradients(loss, features)
         _, found = gradients(cached(loss, microbatch_size=5), features)
-    rounding = apart(stock, real)
+    rounding = largest_difference(stock, real)
     assert 1e-4 < rounding < 0.1, "the premise: bfloat16 rounds"
-    assert apart(found, real) < 2 * rounding
+    assert largest_difference(found, real) < 2 * rounding
 
 
-def test_the_memory_is_that_of_a_microbatch(tmp_path: Path) -> None:
+def test_peak_memory_is_that_of_a_microbatch(tmp_path: Path) -> None:
     model = dense(tmp_path)
     peaks = []
     for count, loss in (
@@ -209,29 +215,29 @@ def test_the_memory_is_that_of_a_microbatch(tmp_path: Path) -> None:
         (4, Ranking(model)),
     ):
         features = columns(model, count)
-        gradients(loss, features)  # the gradients that stay are there before
+        gradients(loss, features)  # allocates the gradients before the measurement
         peaks.append(peak_bytes(lambda loss=loss, features=features: loss(features, None).backward()))
     large, ours, small = peaks
-    assert large > 8 * small, "the premise: activations are what counts"
+    assert large > 8 * small, "the premise: activations dominate the memory"
     assert ours < 2.5 * small
     assert ours < large / 4
 
 
-@pytest.mark.filterwarnings("ignore")  # of the host's Trainer, several kinds
+@pytest.mark.filterwarnings("ignore")  # several kinds, from the host's Trainer
 def test_in_the_trainer(tmp_path: Path) -> None:
     model = dense(tmp_path / "model")
     real, norms = updates(tmp_path, model, Ranking, 12)
     found, found_norms = updates(tmp_path, model, lambda m: cached(Ranking(m), microbatch_size=4), 12)
-    assert apart(found, real) < 1e-12
+    assert largest_difference(found, real) < 1e-12
     assert found_norms == pytest.approx(norms, rel=1e-12)
     assert len(norms) == 2 and min(norms) > 0
     stock, _ = updates(tmp_path, model, Ranking, 4, 3)
-    assert apart(stock, real) > 0.05, "accumulated by the Trainer it is another loss"
+    assert largest_difference(stock, real) > 0.05, "accumulation by the Trainer gives another loss"
 
 
 @pytest.mark.filterwarnings("ignore")  # likewise
 def test_mixed_precision_in_the_trainer(tmp_path: Path) -> None:
-    """Accelerate wraps the forward of the model, which is no other loss."""
+    """Accelerate wraps the forward of the model; the loss is the same."""
 
     def ours(model: Any) -> nn.Module:
         return cached(Ranking(model), microbatch_size=4)
@@ -240,33 +246,37 @@ def test_mixed_precision_in_the_trainer(tmp_path: Path) -> None:
     real, _ = updates(tmp_path, model, Ranking, 12)
     stock, norms = updates(tmp_path, model, Ranking, 12, bf16=True)
     found, found_norms = updates(tmp_path, model, ours, 12, bf16=True)
-    rounding = apart(stock, real)
+    rounding = largest_difference(stock, real)
     assert 1e-4 < rounding < 0.2, "the premise: bfloat16 rounds"
-    assert apart(found, real) < 2 * rounding
+    assert largest_difference(found, real) < 2 * rounding
     assert found_norms == pytest.approx(norms, rel=0.05)
 
 
 @pytest.mark.filterwarnings("ignore")  # likewise
 def test_two_ranks(tmp_path: Path) -> None:
-    """In DistributedDataParallel, negatives gathered: as the large batch in one process."""
+    """DistributedDataParallel with gathered negatives equals the large batch in one process."""
     ranks = found_by_both("tests.integrations.encoder_ranks", tmp_path, warnings="ignore")
     model = dense(tmp_path / "model")
     _, real = gradients(Ranking(model), columns(model))
     for found in ranks:
-        assert apart(found["plain"], real) < 1e-12, "the premise: the host's own loss is exact on ranks"
-        assert apart(found["cached"], real) < 1e-12
-    # Two updates by the Trainer on each rank, of the batch of both.
+        assert largest_difference(found["plain"], real) < 1e-12, (
+            "the premise: the host's own loss is exact on ranks"
+        )
+        assert largest_difference(found["cached"], real) < 1e-12
+    # The Trainer makes two updates on each rank, on the joint batch.
     moved, norms = updates(tmp_path, model, Ranking, 12)
     for rank in ranks:
         for gathered in ("gathered", "gathered, cached"):
-            assert apart(rank[gathered][0], moved) < 1e-12, gathered
+            assert largest_difference(rank[gathered][0], moved) < 1e-12, gathered
             assert rank[gathered][1] == pytest.approx(norms, rel=1e-10)
-        assert apart(rank["own"][0], moved) > 0.05, "the premise: a rank's own negatives are fewer"
-        assert apart(rank["own, cached"][0], rank["own"][0]) < 1e-12
-        assert max(rank["rows"]) == 2, "the model sees micro-batches alone"
+        assert largest_difference(rank["own"][0], moved) > 0.05, (
+            "the premise: a rank's own negatives are fewer"
+        )
+        assert largest_difference(rank["own, cached"][0], rank["own"][0]) < 1e-12
+        assert max(rank["rows"]) == 2, "the model gets only micro-batches"
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_refusals(tmp_path: Path) -> None:
     model = dense(tmp_path)
     ranking = Ranking(model)
     features = columns(model)
@@ -296,7 +306,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         cached(ranking, microbatch_size=4)(features)
 
 
-def test_an_error_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+def test_an_error_restores_the_model(tmp_path: Path) -> None:
     model = dense(tmp_path)
     features = columns(model)
     before = dict(vars(model))

@@ -1,4 +1,4 @@
-"""Trainers of TRL with the mixin against the same trainers with the one large batch."""
+"""Trainers of TRL with the mixin against the stock trainers with the large batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.torch.two_ranks import found_by_both
 
 pytestmark = [
     pytest.mark.integrations,
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL's use of transformers
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # from TRL's use of transformers
 ]
 
 # TRL computes the heads of sft and dpo in float32.
@@ -33,7 +33,7 @@ STOCK_IS_OFF = {"router": 0.1, "dpo": 0.05, "reward": 0.1, "margin": 0.1}
 
 
 def gap(name: str, right: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    """Largest difference of a parameter, relative to the furthest that one was moved."""
+    """Return the largest difference of a parameter, relative to the largest change of any parameter."""
     start = {each: parameter.detach() for each, parameter in model(name).named_parameters()}
     moved = max(float((right[each] - start[each]).abs().max()) for each in right)
     assert moved > 1e-3, "nothing was trained"
@@ -49,7 +49,7 @@ def assert_logs(right: list[dict[str, Any]], found: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_update_and_metrics_are_those_of_the_large_batch(name: str, tmp_path: Path) -> None:
+def test_update_and_metrics_equal_the_large_batch(name: str, tmp_path: Path) -> None:
     stock, exact, _ = HOSTS[name]
     in_threes = type("InThrees", (exact,), {"microbatch_size": 3})
     right, logs = train(stock, name, 8, 1, tmp_path)
@@ -93,7 +93,7 @@ def test_two_ranks(tmp_path: Path) -> None:
                     assert got[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-3), key
 
 
-def test_evaluation_is_that_of_the_host(tmp_path: Path) -> None:
+def test_evaluation_equals_that_of_the_stock_trainer(tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 1}
     runs = [
         train(kind, "dpo", size, steps, tmp_path, evaluation=True, **options)[1]
@@ -114,7 +114,7 @@ def test_the_tail_of_data_of_unknown_length(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*[Pp]adding-free")
 @pytest.mark.parametrize(("size", "steps"), [(2, 4), (8, 1), (1, 8)])
-def test_rows_without_padding_are_those_of_the_large_batch(size: int, steps: int, tmp_path: Path) -> None:
+def test_padding_free_rows_give_the_update_of_the_large_batch(size: int, steps: int, tmp_path: Path) -> None:
     free = {"padding_free": True, "max_length": None}
     right, logs = train(HOSTS["sft"][0], "sft", 8, 1, tmp_path)
     found, found_logs = train(ExactSFT, "sft", size, steps, tmp_path, **free)
@@ -132,7 +132,7 @@ def test_mutant_mean_of_means_without_padding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["aot", "sft"])
-def test_losses_that_are_no_means_over_pairs_are_refused(loss: str, tmp_path: Path) -> None:
+def test_losses_other_than_means_over_pairs_are_refused(loss: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"loss_type='{loss}' is not a mean over pairs.*`coupled = True`"):
         train(ExactDPO, "dpo", 2, 4, tmp_path, loss_type=[loss])
 
@@ -176,7 +176,7 @@ class _ExactKTO(Exact, KTOTrainer):
 
 
 def test_kto_is_refused(tmp_path: Path) -> None:
-    """Its loss compares each answer with the mean over those of other prompts in the micro-batch."""
+    """Its loss compares each answer with a mean over answers to other prompts in the micro-batch."""
     config = KTOConfig(**arguments(tmp_path, 2, 2, bf16=False, activation_checkpointing=False))
     rows = data("dpo", 8).rename_column("chosen", "completion").remove_columns("rejected")
     trainer = _ExactKTO(
@@ -199,7 +199,7 @@ class _Own(ExactSFT):
 _OfAnotherMixin = type("_OfAnotherMixin", (hf.Exact, HOSTS["sft"][0]), {})
 
 
-def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_unknown_trainers_and_losses_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"_Own\.compute_loss replaces TRL's.*Define `weight_of"):
         train(_Own, "sft", 2, 4, tmp_path)
     with pytest.raises(InputError, match=r"SFTTrainer\.training_step would .* superbatch\.integrations\.trl"):
@@ -209,7 +209,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*compute_loss_func.* is deprecated")
-def test_a_loss_function_of_ones_own_needs_a_weight(tmp_path: Path) -> None:
+def test_an_own_loss_function_needs_a_weight(tmp_path: Path) -> None:
     class WithFunction(ExactSFT):
         def __init__(self, *given: Any, **options: Any) -> None:
             super().__init__(*given, compute_loss_func=lambda *_: torch.zeros(()), **options)

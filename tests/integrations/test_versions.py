@@ -1,4 +1,4 @@
-"""The warning of a library that the integrations were not tested with."""
+"""Warning about a library version that the integrations were not tested with."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from superbatch.integrations import versions
 
 
 @pytest.mark.parametrize("installed", ["4.57.1", "5.22.9", "5.24.0", "6.0.0.dev0"])
-def test_another_version_than_those_tested_is_a_warning(
-    installed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_untested_version_gives_a_warning(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "version", {"transformers": installed}.__getitem__)
     monkeypatch.setitem(versions.TESTED, "transformers", ("5.23", "5.23"))
 
@@ -21,7 +19,7 @@ def test_another_version_than_those_tested_is_a_warning(
 
 
 @pytest.mark.parametrize("installed", ["5.23", "5.23.7", "5.23.0rc1"])
-def test_a_tested_version_is_no_warning(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tested_version_gives_no_warning(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "version", {"transformers": installed}.__getitem__)
     monkeypatch.setitem(versions.TESTED, "transformers", ("5.23", "5.23"))
 

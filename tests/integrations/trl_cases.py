@@ -33,15 +33,15 @@ WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(29))]
 
 
 class ExactSFT(Exact, SFTTrainer):
-    """Of TRL's loops, the first."""
+    """SFTTrainer with the mixin."""
 
 
 class ExactDPO(Exact, DPOTrainer):
-    """Pairs with a reference model."""
+    """DPOTrainer with the mixin."""
 
 
 class ExactReward(Exact, RewardTrainer):
-    """Pairs with a score."""
+    """RewardTrainer with the mixin."""
 
 
 HOSTS: dict[str, tuple[Any, Any, Any]] = {
@@ -64,7 +64,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(name: str) -> nn.Module:
-    """Return the model of a host, always the same."""
+    """Return the model for a trainer, with the same weights in every call."""
     torch.manual_seed(0)
     sizes = {"vocab_size": len(WORDS), "num_key_value_heads": 2, "pad_token_id": 0, **SMALL}
     if name == "router":
@@ -80,7 +80,7 @@ def model(name: str) -> nn.Module:
 
 
 def data(name: str, count: int) -> Dataset:
-    """Return rows of unequal lengths; the router's are equal."""
+    """Return rows of unequal lengths, or of equal lengths for the router."""
     draw = random.Random(0)
 
     def words(fewest: int, most: int) -> str:
@@ -115,7 +115,7 @@ def train(
     stream: bool = False,
     **options: Any,
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Train by a kind of trainer; return the parameters, and the logs of updates."""
+    """Train by a kind of trainer; return the parameters and the logs of updates."""
     defaults = {"bf16": False, "activation_checkpointing": False, "learning_rate": 0.5, "optim": "sgd"}
     defaults |= {"assistant_only_loss": True} if name == "assistant" else {}
     config = HOSTS[name][2](**arguments(folder, size, steps, **{**defaults, **options}))

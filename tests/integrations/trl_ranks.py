@@ -1,4 +1,4 @@
-"""Two gloo ranks of trainers of TRL, and what each has trained. Arguments: rank, folder."""
+"""Train by trainers of TRL on one of two gloo ranks and save the results. Arguments: rank, folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.torch.two_ranks import end_rank
 
 
 def main(rank: int, folder: Path) -> None:
-    """Train by two of the trainers on two ranks."""
+    """Train by two of the trainers."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder / 'store'}")

@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""What must hold, as functions: the tests call them, and the mutants must make them fail."""
+"""Checks as functions: the tests call them, and the mutants must make them fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tail(samples: int = 11, **options: Any) -> None:
 
 
 def tokens(**options: Any) -> None:
-    """An empty micro-batch, whose loss is NaN, among others of 1 to 4 tokens; and a tail."""
+    """A window with a tail and an empty micro-batch, whose loss is NaN, gives the gradient of the batch."""
     p, batch = params(), texts(LENGTHS)
     empty = jax.tree.map(lambda leaf: leaf[2:3], batch)
     loss, gradient = whole(token_mean, p, empty)
@@ -47,7 +47,7 @@ def tokens(**options: Any) -> None:
     got = jax.jit(value_and_grad(token_mean, **options))(p, batch)
     assert_same(got, whole(token_mean, p, batch))
     means = [token_sum(p, one) / max(int(count_tokens(one)), 1) for one in microbatches(batch, 5)]
-    assert abs(float(sum(means)) / 2 - float(got[0])) > 1e-3, "the premise: a mean of means is another number"
+    assert abs(float(sum(means)) / 2 - float(got[0])) > 1e-3, "the premise: a mean of means is different"
 
 
 def microbatches(batch: Any, size: int) -> list[Any]:
@@ -56,7 +56,7 @@ def microbatches(batch: Any, size: int) -> list[Any]:
 
 
 def balance(p: Any, batch: Any) -> Any:
-    """A mean over rows, tokens in them or not."""
+    """Mean over all rows, with or without tokens."""
     return jnp.mean(jnp.tanh(batch["x"] @ p["w"]) ** 2)
 
 
@@ -65,19 +65,19 @@ def two_terms(p: Any, batch: Any) -> Any:
 
 
 def two_sums(p: Any, batch: Any) -> Any:
-    """The same two as sums, each with its weight."""
+    """The same two terms as sums, each with its weight."""
     count = jnp.asarray(len(batch["y"]))
     rows = jnp.sum(jnp.mean(jnp.tanh(batch["x"] @ p["w"]) ** 2, axis=(1, 2)))
     return {"tokens": (token_sum(p, batch), count_tokens(batch)), "rows": (rows, count)}
 
 
 def sum_of_terms(p: Any, batch: Any) -> Any:
-    """Both on the whole batch."""
+    """Sum of both terms on the whole batch."""
     return sum(two_terms(p, batch).values())
 
 
 def terms() -> None:
-    """A mean over rows beside one over tokens, in micro-batches with a tail and one without a token."""
+    """A mean over rows plus a mean over tokens, with a tail and a micro-batch without tokens, is exact."""
     p, batch = params(), texts([4, 1, 3, 0, 0, 0, 1, 4, 2, 1])
     assert jnp.isnan(token_mean(p, microbatches(batch, 3)[1])), "the premise: there is no token"
     expected = whole(sum_of_terms, p, batch)
@@ -94,7 +94,7 @@ def terms() -> None:
 
 
 def random_keys() -> None:
-    """Each micro-batch drops other units; the tail, too."""
+    """Each micro-batch and the tail has its own dropout mask."""
 
     def noisy(p: Any, batch: Any, key: Any) -> Any:
         kept = jax.random.uniform(key, p["b"].shape)
@@ -114,7 +114,7 @@ def random_keys() -> None:
 
 
 def low_precision() -> None:
-    """1 + 511 x 0.003 in bfloat16: a bfloat16 sum ends where 0.003 is less than half of its last bit."""
+    """Sum 1 + 511 x 0.003: a sum in bfloat16 stops when 0.003 is less than half of its last bit."""
     p = jnp.ones(1, jnp.bfloat16)
     batch = jnp.asarray([1.0] + [0.003] * 511, jnp.bfloat16)[:, None]
 
@@ -124,7 +124,7 @@ def low_precision() -> None:
     exact = float(np.asarray(batch, np.float64).mean())
     inexact = value_and_grad(loss, microbatch_size=1, layout="contiguous", accumulator_dtype=None)
     assert abs(float(jax.jit(inexact)(p, batch)[1][0]) / exact - 1) > 0.1, (
-        "the premise: bfloat16 is too short"
+        "the premise: bfloat16 is too inexact"
     )
     got = jax.jit(value_and_grad(loss, microbatch_size=1, layout="contiguous"))(p, batch)[1]
     assert got.dtype == jnp.bfloat16
@@ -132,16 +132,16 @@ def low_precision() -> None:
 
 
 def rows_of_aux(layout: Any = "strided") -> None:
-    """What comes per row comes back in the order of the batch, tail included."""
+    """Values of aux per row are in the order of the batch, tail included."""
     p, batch = params(), rows(11)
     options: Any = {"microbatch_size": 4, "has_aux": True, "aux": "concat", "layout": layout}
-    fun = lambda p, batch: (mse(p, batch), errors(p, batch))  # noqa: E731  (one line says it)
+    fun = lambda p, batch: (mse(p, batch), errors(p, batch))  # noqa: E731  (shorter than a def)
     (_, got), _ = jax.jit(value_and_grad(fun, **options))(p, batch)
     assert_same(got, errors(p, batch))
 
 
 def noise() -> None:
-    """The two scalars against micro-gradients taken one by one, with weights and an empty micro-batch."""
+    """a2 and b2 equal those of separately computed gradients, with weights and an empty micro-batch."""
     p, batch = params(), texts([4, 1, 0, 0, 3, 1, 1, 4, 2, 1])
     options: Any = {"microbatch_size": 2, "weight": count_tokens, "layout": "contiguous", "noise": True}
     _, gradient, stats = jax.jit(value_and_grad(token_mean, **options))(p, batch)
@@ -180,7 +180,7 @@ def contrastive() -> None:
 
 
 def stream(**options: Any) -> None:
-    """Windows of 4, 3 and 3 rows and a flushed tail of 2, against Adam on whole batches of 10, 10 and 2."""
+    """Windows of 4 + 3 + 3 rows and a flushed tail of 2 equal Adam on whole batches of 10, 10 and 2."""
     sizes = [4, 3, 3, 4, 3, 3, 2]
     gradient_of = jax.jit(jax.grad(mse))
     optimizer = multi_steps(optax.adam(0.1), every=3, **options)
@@ -207,7 +207,7 @@ def stream(**options: Any) -> None:
 
 
 def stream_recovers() -> None:
-    """One NaN micro-batch: its own window is NaN, and the next one is as if nothing had been."""
+    """A NaN micro-batch makes its own window NaN and does not affect the next window."""
     optimizer: Any = multi_steps(optax.sgd(1.0), every=2)
     p = jnp.zeros(1)
     state = optimizer.init(p)

@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Exactness is told in float64, which JAX has to be asked for."""
+"""Tests of exactness need float64, which JAX enables only on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:
-    """64-bit types for one test; nothing of it is left behind."""
+    """Enable 64-bit types for one test."""
     import jax
 
     with jax.enable_x64(new_val=True):

@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """A small model, its losses, and the comparison with the whole batch."""
 
@@ -28,7 +28,7 @@ def rows(samples: int) -> Any:
 
 
 def texts(lengths: list[int], most: int = 4) -> Any:
-    """One text per row, of so many tokens."""
+    """Return one text per row, with the given numbers of tokens."""
     draw = np.random.default_rng(1).normal
     mask = np.arange(most)[None] < np.array(lengths)[:, None]
     return {
@@ -51,7 +51,7 @@ def token_sum(p: Any, batch: Any) -> Any:
 
 
 def token_mean(p: Any, batch: Any) -> Any:
-    """The mean over tokens: 0 / 0 where there is none."""
+    """Mean over tokens; without tokens 0 / 0 = NaN."""
     return token_sum(p, batch) / jnp.sum(batch["mask"])
 
 
@@ -60,7 +60,7 @@ def count_tokens(batch: Any) -> Any:
 
 
 def assert_same(got: Any, expected: Any, bound: float = BOUND) -> None:
-    """Every leaf of `got` equals that of `expected`, relative to the largest element of the leaf."""
+    """Assert that each leaf of `got` equals that of `expected`, relative to the leaf's largest element."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     offenders = []
     pairs = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(got), strict=True)
@@ -69,6 +69,6 @@ def assert_same(got: Any, expected: Any, bound: float = BOUND) -> None:
         largest = float(jnp.max(jnp.abs(right)))
         assert largest > 0, f"the premise: {path} is not zero"
         error = float(jnp.max(jnp.abs(left - right))) / largest
-        if not error <= bound:  # NaN is an offender, too
+        if not error <= bound:  # true for NaN too
             offenders.append(f"{jax.tree_util.keystr(path)}: {error:.2e}")
     assert not offenders, offenders

@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""What the compiled program does on four devices of this machine, as JSON: `python -m tests.jax.sharded`."""
+"""Print errors and collectives of programs on four local devices as JSON: `python -m tests.jax.sharded`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "
 
 
 def collectives(text: str) -> dict[str, int]:
-    """How many of each are in the program, and how many all-reduces are outside of its entry."""
+    """Count each collective in the program, and the all-reduces outside of its entry computation."""
     entry = text[text.index("\nENTRY ") :]
     found = {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
     inside = found["all-reduce"] - len(re.findall(r" all-reduce(?:-start)?\(", entry))
@@ -34,7 +34,7 @@ def error(got: Any, expected: Any) -> float:
 
 
 def clipped_on_devices(p: Any, batch: Any, mesh: Any, *, check_vma: bool) -> float:
-    """The error of the sum of clipped gradients, against one device."""
+    """Return the error of the sum of clipped gradients, against one device."""
     each = per_sample_value_and_grad(mse, microbatch_size=3, max_grad_norm=1.0)
     call = lambda p, batch: jax.lax.psum(each(p, batch)[1], "data")  # noqa: E731
     specs: Any = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
@@ -42,7 +42,7 @@ def clipped_on_devices(p: Any, batch: Any, mesh: Any, *, check_vma: bool) -> flo
 
 
 def on_an_explicit_mesh(p: Any, batch: Any) -> list[float]:
-    """The errors of the gradient and of the sum of clipped gradients, against one device."""
+    """Return the errors of the gradient and of the sum of clipped gradients, against one device."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     spread = jax.device_put(batch, NamedSharding(mesh, P("data")))
     everywhere = jax.device_put(p, NamedSharding(mesh, P()))
@@ -55,9 +55,9 @@ def on_an_explicit_mesh(p: Any, batch: Any) -> list[float]:
 
 def main() -> None:
     jax.config.update("jax_enable_x64", True)  # noqa: FBT003  (the API takes it by position)
-    if sys.argv[1:] == ["mutant"]:  # parameters that are known to be the same on every device
-        untold = lambda tree, axis_name: tree  # noqa: E731
-        sys.modules["superbatch.jax.gradient"].varying = untold  # pyright: ignore[reportAttributeAccessIssue]
+    if sys.argv[1:] == ["mutant"]:  # JAX treats the parameters as replicated
+        unchanged = lambda tree, axis_name: tree  # noqa: E731
+        sys.modules["superbatch.jax.gradient"].varying = unchanged  # pyright: ignore[reportAttributeAccessIssue]
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     p, batch = params(), rows(64)
     expected = jax.jit(jax.value_and_grad(mse))(p, batch)
@@ -88,7 +88,7 @@ def main() -> None:
             "weight": int(stats.weight),
         }
         if sys.argv[1:] == ["mutant"]:
-            break  # without the check nothing is known to be the same
+            break  # without check_vma JAX does not track replication
     own = value_and_grad(
         lambda p, batch: jax.lax.pmean(mse(p, batch), "data"),
         microbatch_size=3, axis_name="data", check=False,

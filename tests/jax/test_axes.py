@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Named axes: `jax.vmap` inside the loss and around the call, and a loss that reduces over devices itself."""
+"""Named axes: `jax.vmap` inside the loss and around the call, and losses that reduce over devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def replicas(batch: Any, count: int) -> Any:
 
 
 def on_each(call: Any, *, count: int) -> Any:
-    """The call under `jax.vmap`, and what each replica gives: the same."""
+    """Run the call under `jax.vmap` and return the result of each replica."""
 
     def run(p: Any, batch: Any) -> list[Any]:
         found = jax.jit(jax.vmap(call, axis_name="data", in_axes=(None, 0)))(p, replicas(batch, count))
@@ -56,7 +56,7 @@ def test_a_mean_over_samples_within_the_loss() -> None:
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_statistics_over_samples_within_the_loss_are_an_error(jitted: bool) -> None:
-    """As flax's and Equinox's BatchNorm with ``axis_name="batch"`` compute them."""
+    """The loss computes statistics as flax's and Equinox's BatchNorm with ``axis_name="batch"``."""
 
     def centred(p: Any, batch: Any) -> Any:
         def one(x: Any, y: Any) -> Any:
@@ -80,7 +80,7 @@ def test_replicas_of_vmap(check: bool) -> None:
 
 
 def test_replicas_of_unequal_tokens() -> None:
-    """The mean over replicas is another number: the first has 8 tokens, the second one."""
+    """The replicas have 8 tokens and 1 token, so the mean over replicas is wrong."""
     p, batch = params(), texts([4, 4, 0, 1])
     for fun, weight in ((token_mean, count_tokens), (two_terms, {"tokens": count_tokens, "rows": None})):
         expected = whole(token_mean if fun is token_mean else checks.sum_of_terms, p, batch)
@@ -92,7 +92,7 @@ def test_replicas_of_unequal_tokens() -> None:
         assert abs(sum(means) / 2 / expected[0] - 1) > 1e-2, "the premise: a mean of means is wrong"
 
 
-def test_each_replica_draws_its_own_numbers() -> None:
+def test_each_replica_has_its_own_random_numbers() -> None:
     def noisy(p: Any, batch: Any, key: Any) -> Any:
         return mse(p, batch), jax.random.uniform(key)
 
@@ -114,7 +114,7 @@ def synchronised(p: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("fun", [averaged, synchronised])
 @pytest.mark.parametrize("around", ["vmap", "shard_map", "jit in shard_map"])
-def test_a_loss_that_reduces_by_itself_is_refused(fun: Any, around: str) -> None:
+def test_a_loss_with_its_own_reduction_is_refused(fun: Any, around: str) -> None:
     call = value_and_grad(jax.jit(fun) if "jit" in around else fun, microbatch_size=3, axis_name="data")
     p, batch = params(), rows(12)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""The check of what is declared about a loss, at the first call, inside and outside of `jax.jit`."""
+"""The check of a loss against its declaration at the first call, inside and outside of `jax.jit`."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_wrong_declaration_is_found(name: str, jitted: bool) -> None:
         called(fun, batch, jitted=jitted, **options)
 
 
-def test_inside_jit_values_are_made_up() -> None:
+def test_the_check_inside_jit_uses_generated_values() -> None:
     for name in ("sum", "tokens", "batch norm"):
         fun, batch, options, error, message = WRONG[name]
         with pytest.raises(error, match=r"checked with made-up values") as found:
@@ -115,7 +115,7 @@ def test_inside_jit_values_are_made_up() -> None:
 
 
 @pytest.mark.parametrize("name", ["sum", "tokens", "balance"])
-def test_without_the_check_it_is_silently_wrong(name: str) -> None:
+def test_without_the_check_a_wrong_declaration_is_silently_wrong(name: str) -> None:
     fun, batch, options, *_ = WRONG[name]
     got = called(fun, batch, jitted=True, check=False, **options)
     with pytest.raises(AssertionError):
@@ -128,16 +128,16 @@ def returned(count: Any) -> Any:
 
 MISCOUNTED: dict[str, Any] = {
     "rows": (token_mean, TEXTS, lambda b: len(b["y"])),
-    "places": (token_mean, TEXTS, lambda b: b["mask"].size),
+    "positions": (token_mean, TEXTS, lambda b: b["mask"].size),
     "returned rows": (returned(lambda b: jnp.asarray(len(b["y"]))), TEXTS, "returned"),
-    "empty places": (token_mean, TEXTS, lambda b: (b["mask"] == 0).sum() + len(b["y"])),
+    "empty positions": (token_mean, TEXTS, lambda b: (b["mask"] == 0).sum() + len(b["y"])),
     "not 0, of labels of -100": (labelled, LABELS, lambda b: (b["labels"] != 0).sum()),
 }
 
 
 @pytest.mark.parametrize("name", MISCOUNTED)
-def test_a_weight_that_counts_otherwise_is_found_inside_jit(name: str) -> None:
-    """It reads no values, or those that the loss counts: no real batch makes up for that."""
+def test_a_wrong_count_is_found_inside_jit(name: str) -> None:
+    """The weight reads no values or those that the loss counts, so it is wrong for every batch."""
     fun, batch, weight = MISCOUNTED[name]
     message = r"not a mean over its weight.*made-up.* Pass weight=lambda batch: "
     with pytest.raises(LossSpecError, match=message):
@@ -145,20 +145,20 @@ def test_a_weight_that_counts_otherwise_is_found_inside_jit(name: str) -> None:
 
 
 MAY_AGREE: dict[str, Any] = {
-    "a count beside the mask": (token_mean, COUNTED, lambda b: b["tokens"].sum()),
+    "a count next to the mask": (token_mean, COUNTED, lambda b: b["tokens"].sum()),
     "ids above 0 for ids that are not 0": (
         lambda p, b: jnp.mean(errors(p, b), where=b["ids"] != 0),
         IDS,
         lambda b: (b["ids"] > 0).sum(),
     ),
-    "labels, a mask beside them": (labelled, LABELS, count_tokens),
+    "labels with a separate mask": (labelled, LABELS, count_tokens),
 }
 
 
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", MAY_AGREE)
-def test_a_weight_that_is_right_in_a_training_passes(name: str, jitted: bool) -> None:
-    """Made-up values contradict it: there are ids below 0, and the mask is not that of the labels."""
+def test_a_weight_that_is_right_for_real_data_passes(name: str, jitted: bool) -> None:
+    """Generated values contradict the weight: ids below 0, a mask that does not match the labels."""
     fun, batch, weight = MAY_AGREE[name]
     called(fun, batch, jitted=jitted, weight=weight)
 
@@ -204,7 +204,7 @@ def test_a_right_declaration_passes(name: str, jitted: bool) -> None:
 
 @pytest.mark.parametrize("names", [("x", "y"), ("y", "x")])
 def test_keywords_in_any_order(names: Any) -> None:
-    """JAX sorts them: a column of x was taken for y, of the same shape, and a right loss for a wrong one."""
+    """JAX sorts keyword arguments; x must not be mistaken for y, which has the same shape."""
 
     def of_columns(p: Any, *, x: Any, y: Any) -> Any:
         return jnp.sum((p["b"][0] * x - 1) ** 2 * y) / jnp.sum(y)
@@ -225,11 +225,11 @@ def test_pairs_of_rows_in_contiguous_microbatches() -> None:
 
     called(of_pairs, rows(12), jitted=False, layout="contiguous")
     with pytest.raises(CoupledSamplesError):
-        called(of_pairs, rows(12), jitted=False)  # strided: pairs are torn
+        called(of_pairs, rows(12), jitted=False)  # a strided split separates pairs
 
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
-def test_dropout_is_no_difference(make: Any) -> None:
+def test_dropout_passes_the_check(make: Any) -> None:
     def noisy(p: Any, batch: Any, key: Any) -> Any:
         one, two = jax.random.split(key)
         kept = jax.random.bernoulli(one, 0.5, batch["x"].shape)
@@ -246,7 +246,7 @@ def test_bfloat16_and_float32_round_without_an_error() -> None:
         called(fun, ROWS, jitted=True)
 
 
-def test_what_the_function_closes_over_may_be_traced() -> None:
+def test_the_function_may_close_over_traced_values() -> None:
     @jax.jit
     def update(p: Any, batch: Any, scale: Any) -> Any:
         return value_and_grad(lambda p, b: scale * mse(p, b), microbatch_size=4)(p, batch)
@@ -261,7 +261,7 @@ def test_what_the_function_closes_over_may_be_traced() -> None:
         wrong(params(), ROWS, 2.0)
 
 
-def test_once_for_each_structure() -> None:
+def test_the_check_runs_once_for_each_structure() -> None:
     traced = []
 
     def fun(p: Any, batch: Any) -> Any:
@@ -278,8 +278,8 @@ def test_once_for_each_structure() -> None:
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-def test_a_call_that_is_repeated_after_the_error_raises_it_again(jitted: bool) -> None:
-    """As when a cell of a notebook is run twice: the second call would be silently wrong."""
+def test_a_repeated_call_raises_the_error_again(jitted: bool) -> None:
+    """A notebook cell that is run again must not be silently wrong."""
     call = value_and_grad(lambda p, batch: jnp.sum(errors(p, batch)), microbatch_size=4)
     call = jax.jit(call) if jitted else call
     for _ in range(2):

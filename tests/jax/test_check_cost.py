@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Cost of the check: how many programs it compiles, and what of the user's function it does not run."""
+"""Cost of the check: number of compiled programs, and no prints or callbacks of the user's function."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ pytestmark = pytest.mark.jax
 
 
 def with_labels() -> Any:
-    """A batch with labels, for which a third set of values is made up; and several micro-batches of rows."""
+    """Return two micro-batches with labels; the check generates a further set of values for labels."""
     batch = texts([4, 1, 3, 2, 3, 1, 1, 4, 2, 1, 3, 2, 4, 1, 2, 3])
     return batch | {"labels": jnp.where(batch["mask"] > 0, 1, 0)}
 
 
 def one_hot(p: Any, batch: Any) -> Any:
-    """NaN where a label is below 0, as Optax's cross entropy is; with constants that are arrays."""
+    """Loss that is NaN for labels below 0, as Optax's cross entropy, and has constant arrays."""
     valid = jnp.where(jnp.any(batch["labels"] < 0), jnp.nan, jnp.ones(()))
     return token_mean(p, batch) * valid + 0 * jnp.zeros((5,)).sum()
 
 
 def ready(fun: Any, *, jitted: bool, **options: Any) -> Any:
-    """A call with its arguments."""
+    """Return a call with its arguments."""
     function = value_and_grad(fun, microbatch_size=8, **options)
     function, given = jax.jit(function) if jitted else function, (params(), with_labels())
     return lambda: function(*given)
 
 
 def compiled(caplog: Any, run: Any) -> int:
-    """The number of programs that XLA compiles in a call."""
+    """Count the programs that XLA compiles in a call."""
     caplog.clear()
     jax.clear_caches()
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
@@ -51,7 +51,7 @@ def compiled(caplog: Any, run: Any) -> int:
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_right_declaration_costs_two_programs(caplog: Any, jitted: bool) -> None:
-    """The whole and a part: it was eight, and one for each constant of the loss."""
+    """One program is for the whole batch, one for a micro-batch."""
     without, with_check = (
         compiled(caplog, ready(one_hot, jitted=jitted, weight=count_tokens, check=check))
         for check in (False, True)
@@ -64,13 +64,13 @@ def test_a_right_declaration_costs_two_programs(caplog: Any, jitted: bool) -> No
     ("fun", "error", "most"),
     [
         pytest.param(one_hot, LossSpecError, 4, id="a weight is missing"),
-        # Each array is tried as a table, and the loss can be evaluated with one of them: two programs more.
+        # The check tries each array as a table; one of them works and costs two more programs.
         pytest.param(
             lambda p, b: mse(p, b) + (p["v"][0] * b["x"].mean()) ** 2, CoupledSamplesError, 6, id="coupled"
         ),
     ],
 )
-def test_an_error_costs_a_few_programs_more(caplog: Any, fun: Any, error: Any, most: int) -> None:
+def test_an_error_costs_a_few_more_programs(caplog: Any, fun: Any, error: Any, most: int) -> None:
     call = ready(fun, jitted=True)
 
     def run() -> None:
@@ -80,8 +80,8 @@ def test_an_error_costs_a_few_programs_more(caplog: Any, fun: Any, error: Any, m
     assert 2 <= compiled(caplog, run) <= most
 
 
-def test_the_check_prints_nothing_and_calls_nothing_back() -> None:
-    """A loss that logs by `jax.debug.callback` would write numbers of made-up rows into a training's log."""
+def test_the_check_runs_no_prints_and_no_callbacks() -> None:
+    """A loss that logs by `jax.debug.callback` would otherwise log values of generated rows."""
     seen: list[float] = []
 
     def logged(p: Any, batch: Any) -> Any:

@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Declarations that were silently wrong or called by the wrong name: the error names what holds."""
+"""Errors of the check name the right cause and remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def called(fun: Any, *args: Any, jitted: bool, microbatch_size: int = 4, **optio
 
 
 def pairs_of_texts() -> Any:
-    """Texts of a source and of a target, each with a mask of its own."""
+    """Return texts of a source and of a target, each with its own mask."""
     one, other = (
         texts([4, 1, 3, 2, 3, 1, 1, 4, 2, 1, 3]),
         texts([1, 2, 2, 4, 1, 3, 2, 1, 4, 4, 1]),
@@ -52,7 +52,7 @@ def target_mask(batch: Any) -> Any:
 
 
 @BOTH
-def test_weights_of_two_terms_that_are_interchanged(jitted: bool) -> None:
+def test_swapped_weights_of_two_terms(jitted: bool) -> None:
     batch = pairs_of_texts()
     wrong = {"source": target_mask, "target": source_mask}
     message = (
@@ -68,14 +68,14 @@ def test_weights_of_two_terms_that_are_interchanged(jitted: bool) -> None:
 
 
 def next_token(p: Any, batch: Any) -> Any:
-    """The first token of a text is predicted by none."""
+    """Loss of predicting each next token; the first token has no prediction."""
     mask = batch["mask"][:, 1:]
     return (errors(p, batch)[:, :-1] * mask).sum() / mask.sum()
 
 
 @BOTH
-def test_a_mask_that_is_shifted_as_the_labels_are(jitted: bool) -> None:
-    """The mask with its first column is another weight; inside `jax.jit` it was accepted."""
+def test_a_mask_that_is_not_shifted_with_the_labels(jitted: bool) -> None:
+    """The mask with its first column is a wrong weight, inside `jax.jit` too."""
     batch = texts([4, 2, 3, 2, 3, 2, 2, 4, 2, 3, 3])
     wrong = lambda batch: batch["mask"].sum()  # noqa: E731
     with pytest.raises(LossSpecError, match=r"weight=lambda batch: batch\['mask'\]\[:, 1:\]\.sum\(\)"):
@@ -88,12 +88,12 @@ def test_a_mask_that_is_shifted_as_the_labels_are(jitted: bool) -> None:
 
 
 def detection_sum(p: Any, batch: Any) -> Any:
-    """Every place has a loss, objects in it or not."""
+    """Sum of losses of all positions, with or without objects."""
     return (errors(p, batch) * (1 + batch["mask"])).sum()
 
 
 def detection(p: Any, batch: Any) -> Any:
-    """Divided by the number of objects, but not by 0."""
+    """The sum divided by max(number of objects, 1)."""
     return detection_sum(p, batch) / jnp.maximum(batch["mask"].sum(), 1)
 
 
@@ -103,8 +103,8 @@ def count_objects(batch: Any) -> Any:
 
 @pytest.mark.parametrize("empty", [False, True])
 @BOTH
-def test_a_mean_whose_count_is_kept_above_zero(jitted: bool, empty: bool) -> None:
-    """Micro-batches without an object were left out, silently inside `jax.jit`."""
+def test_a_mean_divided_by_at_least_one(jitted: bool, empty: bool) -> None:
+    """With that weight, micro-batches without an object would be lost."""
     batch = texts([4, 1, 0, 0, 3, 1, 2, 4] if empty else [4, 1, 3, 2, 3, 1, 2, 4])
     options: Any = {"jitted": jitted, "microbatch_size": 2, "layout": "contiguous", "weight": count_objects}
     with pytest.raises(
@@ -117,8 +117,8 @@ def test_a_mean_whose_count_is_kept_above_zero(jitted: bool, empty: bool) -> Non
 
 @pytest.mark.parametrize("seed", range(4))
 @BOTH
-def test_a_count_of_one_number_for_each_row_that_is_kept_above_zero(jitted: bool, seed: int) -> None:
-    """A part of made-up rows may count nothing by chance, which must not excuse the weight."""
+def test_a_mean_over_positive_rows_divided_by_at_least_one(jitted: bool, seed: int) -> None:
+    """A generated micro-batch may have weight 0 by chance; the check must still find the wrong weight."""
     random = np.random.default_rng(seed)
     batch = {"x": jnp.asarray(random.normal(size=(16, 3))), "positive": jnp.asarray(random.random(16) > 0.5)}
     batch["positive"] = batch["positive"].at[0::4].set(False).astype(float)
@@ -140,13 +140,13 @@ def test_a_count_of_one_number_for_each_row_that_is_kept_above_zero(jitted: bool
         update(focal)
     wrong = update(focal, check=False)[1]["w"]
     assert float(jnp.abs(wrong - jax.grad(focal)(at, batch)["w"]).max()) > 0.1, "the premise"
-    got = update(masked)[1]["w"]  # nothing is left of a micro-batch without a positive row
+    got = update(masked)[1]["w"]  # the loss of a micro-batch without a positive row is 0
     assert float(jnp.abs(got - jax.grad(masked)(at, batch)["w"]).max()) < 1e-12
 
 
 @BOTH
 def test_a_sum_with_weight_decay(jitted: bool) -> None:
-    """It was called coupled; and the decay would be added once for each micro-batch."""
+    """The decay would be added once per micro-batch; the error must not call the samples coupled."""
 
     def decay(p: Any) -> Any:
         return 0.01 * sum(jnp.sum(leaf**2) for leaf in p.values())
@@ -158,10 +158,10 @@ def test_a_sum_with_weight_decay(jitted: bool) -> None:
     with pytest.raises(LossSpecError, match=message):
         called(decayed, rows(11), jitted=jitted, reduction="sum")
 
-    def apart(p: Any, batch: Any) -> Any:
+    def two_terms(p: Any, batch: Any) -> Any:
         return {"data": errors(p, batch).sum(), "decay": decay(p)}
 
-    got = called(apart, rows(11), jitted=jitted, reduction={"data": "sum", "decay": "mean"})
+    got = called(two_terms, rows(11), jitted=jitted, reduction={"data": "sum", "decay": "mean"})
     assert_same(got, jax.value_and_grad(lambda p: mse(p, rows(11)) + decay(p))(params()))
 
     def coupled(p: Any, batch: Any) -> Any:
@@ -173,7 +173,7 @@ def test_a_sum_with_weight_decay(jitted: bool) -> None:
 
 @BOTH
 def test_a_legacy_key_in_the_state(jitted: bool) -> None:
-    """The check cannot replace it: dropout was called coupled."""
+    """The check cannot replace such a key, so the error must not call dropout coupled."""
 
     def noisy(p: Any, batch: Any, state: Any) -> Any:
         key, own = jax.random.split(state["rng"])
@@ -184,5 +184,5 @@ def test_a_legacy_key_in_the_state(jitted: bool) -> None:
     with pytest.raises(InputError, match=r"argument 2\['rng'\] looks like a legacy random key.*check=False"):
         called(noisy, rows(11), legacy, jitted=jitted, carry_argnum=2)
     (_, after), _ = called(noisy, rows(11), legacy, jitted=jitted, carry_argnum=2, check=False)
-    assert not jnp.array_equal(after["rng"], legacy["rng"]), "the premise: the key moves on"
+    assert not jnp.array_equal(after["rng"], legacy["rng"]), "the premise: the key changes"
     called(noisy, rows(11), {"rng": jax.random.key(0)}, jitted=jitted, carry_argnum=2)

@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Convolutions in micro-batches: the gradient of the large batch, and the form that is fast on the CPU."""
+"""Convolutions in micro-batches: gradient of the large batch, in the layout that is fast on the CPU."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def test_the_gradient_is_that_of_the_large_batch(layout: Any) -> None:
     assert_same(jax.jit(call)(p, batch), jax.jit(jax.value_and_grad(network))(p, batch))
 
 
-def test_every_convolution_of_the_loop_is_in_the_fast_form() -> None:
+def test_every_convolution_in_the_loop_has_the_fast_layout() -> None:
     p, batch = parts()
     own = jax.make_jaxpr(jax.grad(network))(p, batch).jaxpr
-    assert convolutions.has_slow_convolutions(own), "the premise: a gradient has other forms"
+    assert convolutions.has_slow_convolutions(own), "the premise: a gradient has other layouts"
     call = value_and_grad(network, microbatch_size=2, check=False)
     found = list(convolutions_in_loops(jax.make_jaxpr(call)(p, batch).jaxpr))
     assert len(found) >= 6, "the premise: the loop has the convolutions of forward and backward"
@@ -84,7 +84,7 @@ def test_every_convolution_of_the_loop_is_in_the_fast_form() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("spatial", [1, 2, 3])
-def test_any_form_computes_the_same(form: str, spatial: int) -> None:
+def test_any_layout_gives_the_same_result(form: str, spatial: int) -> None:
     kept = "DHW"[3 - spatial :]
     lhs, rhs, out = (spec.replace("HW", "#") for spec in FORMS[form])
     specs = tuple(spec.replace("#", kept) for spec in (lhs, rhs, out))
@@ -104,19 +104,19 @@ def test_any_form_computes_the_same(form: str, spatial: int) -> None:
 def test_a_wrong_order_of_axes_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "_order", lambda given, wanted: [*range(len(given))])
     with pytest.raises((AssertionError, TypeError, ValueError)):
-        test_any_form_computes_the_same("mixed", 1)
+        test_any_layout_gives_the_same_result("mixed", 1)
 
 
-def test_a_body_without_convolutions_is_left_alone() -> None:
+def test_a_loop_without_convolutions_is_unchanged() -> None:
     body = lambda carry, x: (carry + x, None)  # noqa: E731  (compared by identity)
     assert convolutions.for_loop(body, 1.0, 2.0) is body
     gradient = jax.grad(network)
-    assert convolutions.for_loop(gradient, *parts()) is not gradient, "the premise: others are not"
+    assert convolutions.for_loop(gradient, *parts()) is not gradient, "the premise: other loops change"
 
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_in_a_shard_map(checked: bool) -> None:
-    """The types of a program that is spread over devices say over which: the transposes have to keep them."""
+    """Types in a sharded program contain the mesh axes, and the added transposes must keep them."""
     p, batch = parts()
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     call = value_and_grad(network, microbatch_size=4, axis_name="data", check=False)

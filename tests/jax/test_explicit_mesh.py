@@ -1,8 +1,8 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""A batch that is spread over an explicit mesh, whose axes are part of the types of arrays.
+"""A batch sharded over an explicit mesh, whose axes belong to the types of arrays.
 
-Only traced, on a mesh without devices: `tests.jax.sharded` computes on four.
+These tests only trace, on a mesh without devices. `tests.jax.sharded` computes on four devices.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ pytestmark = pytest.mark.jax
 
 
 def traced(call: Any) -> Any:
-    """The result's shapes for 32 rows on four devices."""
+    """Return the shapes of the result for 32 rows on four devices."""
     mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Explicit,))
 
-    def spread(leaf: Any) -> Any:
+    def sharded(leaf: Any) -> Any:
         sharding = NamedSharding(mesh, P("data", *[None] * (leaf.ndim - 1)))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    given = params(), jax.tree.map(spread, rows(32))
+    given = params(), jax.tree.map(sharded, rows(32))
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.eval_shape(call, *given)
 
 
-def test_rows_that_stay_where_they_are() -> None:
+def test_rows_that_stay_on_their_devices() -> None:
     loss, gradient = traced(value_and_grad(mse, microbatch_size=8, check=False))
     assert loss.shape == () and gradient["w"].shape == (3, 5)
     each, total = traced(per_sample_value_and_grad(mse, microbatch_size=8, max_grad_norm=1.0))
@@ -52,12 +52,12 @@ def test_rows_that_stay_where_they_are() -> None:
         ({"microbatch_size": 2}, r"Micro-batches of 2 rows.*jax\.sharding\.reshard\(batch, jax\.P\(\)\)"),
     ],
 )
-def test_rows_that_would_move_are_refused(options: Any, message: str) -> None:
-    """It was a ShardingTypeError of JAX, from within the loop."""
+def test_rows_that_would_change_devices_are_refused(options: Any, message: str) -> None:
+    """Without this error JAX raises a ShardingTypeError inside the loop."""
     with pytest.raises(SplitError, match=message):
         traced(value_and_grad(mse, check=False, **options))
 
 
-def test_single_gradients_of_a_tail_are_refused() -> None:
+def test_per_sample_gradients_with_a_tail_are_refused() -> None:
     with pytest.raises(SplitError, match="Micro-batches of 5 rows do not divide 32 rows"):
         traced(per_sample_value_and_grad(mse, microbatch_size=5))

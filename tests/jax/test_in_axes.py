@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""`in_axes`: rows along another axis than the first, by argument (as in Optax's microbatching) and leaf."""
+"""`in_axes`: rows along any axis, per argument (as in Optax's microbatching) or per leaf."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TIME_FIRST: dict[str, int] = {"x": 1, "y": -1, "mask": 1}
 
 
 def time_first(batch: Any) -> Any:
-    """The texts as recurrent networks have them: [time, text, ...]."""
+    """Return the texts in the layout of recurrent networks: [time, text, ...]."""
     return {name: jnp.swapaxes(leaf, 0, 1) for name, leaf in batch.items()}
 
 
 def loss_of_columns(p: Any, batch: Any) -> Any:
-    """The same mean over tokens; the recursion over time sees whether rows are where they belong."""
+    """The same mean over tokens, with a recursion over time that detects misplaced rows."""
 
     def step(hidden: Any, now: Any) -> Any:
         hidden = jnp.tanh(now["x"] @ p["w"] + 0.5 * hidden + p["b"])
@@ -44,7 +44,7 @@ def whole(fun: Any, p: Any, *batch: Any) -> Any:
 @pytest.mark.parametrize("layout", ["strided", "contiguous"])
 @pytest.mark.parametrize("in_axes", [1, (1,), (TIME_FIRST,)], ids=["all", "argument", "leaf"])
 def test_texts_in_columns(layout: Any, in_axes: Any) -> None:
-    """7 texts of 4 steps in micro-batches of 2, and a tail of one; checked, outside of jit, too."""
+    """7 texts of 4 steps in micro-batches of 2 and a tail of 1, in jit and outside."""
     p, batch = params(), time_first(texts([4, 1, 3, 2, 2, 1, 4]))
     assert batch["x"].shape[:2] == (4, 7), "the premise: time comes first"
     options: Any = {"microbatch_size": 2, "weight": lambda batch: batch["mask"].sum(), "layout": layout}
@@ -54,7 +54,7 @@ def test_texts_in_columns(layout: Any, in_axes: Any) -> None:
 
 
 def test_the_wrong_axis_is_found() -> None:
-    """The mutant: rows are cut along time, and the recursion starts anew in each micro-batch."""
+    """The mutant splits along time, so the recursion restarts in each micro-batch."""
     p, batch = params(), time_first(texts([4] * 7))
     call = value_and_grad(loss_of_columns, microbatch_size=2, check=False)
     with pytest.raises(AssertionError):
@@ -62,7 +62,7 @@ def test_the_wrong_axis_is_found() -> None:
 
 
 def test_the_order_of_positions_and_names() -> None:
-    """Entries belong to batch_argnums first, then to batch_argnames, whatever order the call has."""
+    """Entries belong to batch_argnums first, then to batch_argnames, in any order of the call."""
 
     def fun(p: Any, a: Any, b: Any) -> Any:
         return jnp.mean((jnp.tanh(jnp.einsum("bi,jb->bij", a, b)) * p) ** 2)
@@ -82,7 +82,7 @@ def test_the_order_of_positions_and_names() -> None:
         assert_same(jax.jit(call)(p, *positional, **named), expected)
 
 
-def test_none_is_for_what_each_micro_batch_gets_whole() -> None:
+def test_none_passes_an_argument_unsplit() -> None:
     def fun(p: Any, batch: Any) -> Any:
         return jnp.mean((jnp.tanh(batch["table"][batch["ids"]] @ p["w"] + p["b"]) @ p["v"]) ** 2)
 
@@ -94,8 +94,8 @@ def test_none_is_for_what_each_micro_batch_gets_whole() -> None:
         value_and_grad(fun, microbatch_size=2)(p, batch)
 
 
-def test_keys_and_rows_of_aux() -> None:
-    """Images with the batch last, a key for each image, aux in the order of the batch."""
+def test_keys_and_aux_along_other_axes() -> None:
+    """Images with the batch axis last and one key per image give aux in the order of the batch."""
 
     def fun(p: Any, batch: Any) -> Any:
         noise = jax.vmap(jax.random.normal)(batch["keys"][0])
@@ -121,7 +121,7 @@ def test_padding_along_another_axis() -> None:
 
 
 def test_the_batch_is_not_copied() -> None:
-    """An array that is transposed before the loop would be there twice."""
+    """An array transposed before the loop would be in memory twice."""
     batch = {"x": jnp.zeros((4, 4096, 3)), "y": jnp.zeros((4, 4096)), "mask": jnp.ones((4, 4096))}
 
     def temp(in_axes: int, batch: Any, fun: Any) -> int:
@@ -146,13 +146,13 @@ def test_the_batch_is_not_copied() -> None:
     ],
     ids=str,
 )
-def test_axes_that_cannot_be(in_axes: Any, message: str) -> None:
+def test_invalid_axes(in_axes: Any, message: str) -> None:
     batch = time_first(texts([4] * 7))
     with pytest.raises(InputError, match=message):
         value_and_grad(loss_of_columns, microbatch_size=2, in_axes=in_axes)(params(), batch)
 
 
-def test_lengths_along_the_axes_differ() -> None:
+def test_different_lengths_along_the_axes() -> None:
     with pytest.raises(SplitError, match=r"batch\['mask'\] 7, batch\['x'\] 4, batch\['y'\] 7"):
         value_and_grad(loss_of_columns, microbatch_size=2, in_axes=({**TIME_FIRST, "x": 0},))(
             params(), time_first(texts([4] * 7))

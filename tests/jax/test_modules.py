@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Modules of Equinox and flax.nnx: refused as they are, and exact by the lines that the error has."""
+"""Modules of Equinox and flax.nnx raise an error, and are exact with the code in that error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def error_of(outputs: Any, batch: Any) -> Any:
 
 
 def wide(model: Any) -> Any:
-    """The module in float64."""
+    """Return the module in float64."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if hasattr(leaf, "astype") else leaf, model)
 
 
@@ -37,7 +37,7 @@ def eqx() -> Any:
 
 
 def test_a_module_of_equinox(eqx: Any) -> None:
-    """Its activations are leaves, too: as it is, `jax.value_and_grad` refuses it as well."""
+    """Its activation functions are leaves too, so `jax.value_and_grad` refuses it as well."""
     model, batch = wide(eqx.nn.MLP(3, 1, 8, 2, key=jax.random.key(0))), rows(11)
 
     def loss(model: Any, batch: Any) -> Any:
@@ -47,16 +47,16 @@ def test_a_module_of_equinox(eqx: Any) -> None:
         value_and_grad(loss, microbatch_size=4)(model, batch)
     params, rest = eqx.partition(model, eqx.is_inexact_array)
 
-    def by_parts(params: Any, batch: Any) -> Any:
+    def partitioned_loss(params: Any, batch: Any) -> Any:
         return loss(eqx.combine(params, rest), batch)
 
     expected, gradient = eqx.filter_value_and_grad(loss)(model, batch)
     for jit in (jax.jit, eqx.filter_jit):
-        got = jit(value_and_grad(by_parts, microbatch_size=4))(params, batch)
+        got = jit(value_and_grad(partitioned_loss, microbatch_size=4))(params, batch)
         assert_same(got, (expected, gradient))
 
 
-def test_a_module_of_arrays_alone_is_taken_as_it_is(eqx: Any) -> None:
+def test_a_module_of_arrays_only_is_accepted(eqx: Any) -> None:
     model, batch = wide(eqx.nn.Linear(3, 1, key=jax.random.key(0))), rows(11)
 
     def loss(model: Any, batch: Any) -> Any:
@@ -92,7 +92,7 @@ def test_dropout_of_equinox(eqx: Any) -> None:
 
 
 def test_batch_statistics_of_equinox(eqx: Any) -> None:
-    """BatchNorm is coupled; with check=False its state goes from one micro-batch to the next."""
+    """BatchNorm couples samples; with check=False each micro-batch passes its state to the next."""
 
     class Model(eqx.Module):
         norm: Any
@@ -127,7 +127,7 @@ def test_batch_statistics_of_equinox(eqx: Any) -> None:
 
 
 def test_batch_statistics_of_nnx() -> None:
-    """To JAX they are floats like parameters: as it is, an optimizer would move them by their gradient."""
+    """Statistics are float leaves like parameters; an optimizer would update them by their gradient."""
     nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
 
     class Model(nnx.Module):
@@ -148,16 +148,16 @@ def test_batch_statistics_of_nnx() -> None:
         value_and_grad(loss, microbatch_size=4, check=False)(model, batch)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
-    def by_parts(params: Any, batch: Any, rest: Any) -> Any:
+    def partitioned_loss(params: Any, batch: Any, rest: Any) -> Any:
         model = nnx.merge(graphdef, params, rest, copy=True)
         found = loss(model, batch)
         return found, nnx.split(model, nnx.Param, ...)[2]
 
     options: Any = {"microbatch_size": 4, "carry_argnum": 2, "layout": "contiguous", "check": False}
-    (_, after), gradient = jax.jit(value_and_grad(by_parts, **options))(params, batch, rest)
+    (_, after), gradient = jax.jit(value_and_grad(partitioned_loss, **options))(params, batch, rest)
     expected = rest
     for part in checks.microbatches(batch, 4):
-        _, expected = by_parts(params, part, expected)
+        _, expected = partitioned_loss(params, part, expected)
     for got, right in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-6)
         assert not np.allclose(right, 0) and not np.allclose(right, 1), "the premise: statistics moved"

@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Wrong ways to accumulate, each of which a check of the other tests must reject."""
+"""Wrong accumulation: a check of the other tests must reject each mutant."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         lambda weight, total, reduction: original_share(weight, jnp.asarray(16.0), reduction),
         checks.terms,
     ),
-    "a term without tokens times 0": (
+    "0 x NaN in a term without tokens": (
         terms.lax,
         "cond",
         lambda every, together, apart: together(),
@@ -62,20 +62,20 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         lambda dtype, choice=None: jnp.dtype(dtype),
         checks.low_precision,
     ),
-    "rows of aux as dealt out": (
+    "rows of aux in strided order": (
         gradient,
         "rows_in_order",
         lambda stacked, layout: stacked.reshape((-1, *stacked.shape[2:])),
         checks.rows_of_aux,
     ),
     "noise without weights": (arithmetic, "square_norm", lambda tree: jnp.ones(()), checks.noise),
-    "embeddings as dealt out": (
+    "embeddings in strided order": (
         embeddings,
         "rows_in_order",
         lambda stacked, layout: stacked.reshape((-1, *stacked.shape[2:])),
         checks.contrastive,
     ),
-    "every micro-batch counts 1": (
+    "every micro-batch has weight 1": (
         arithmetic,
         "as_weight",
         lambda weight, where: jnp.where(jnp.asarray(weight) != 0, 1, 0),

@@ -1,8 +1,8 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""The cases of Optax's tests of its microbatching, for gradients: what agrees, and what is better here.
+"""Cases of Optax's tests of microbatching, for gradients: the same results, and cases that Optax gets wrong.
 
-Not here: `in_axes`, names and positions (test_in_axes), a number that only the program knows
+Other files test `in_axes`, names and positions (test_in_axes), a traced number of micro-batches
 (test_real_microbatches), `micro_grad` and `micro_vmap` (test_per_sample).
 """
 
@@ -44,35 +44,35 @@ def total(p: Any, x: Any, y: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 5, 10, 3])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_reduction_and_values_by_row_together(reduction: Any, microbatch_size: int) -> None:
-    """Optax's accumulators MEAN, SUM and CONCAT in one call; 3 does not divide 10, an error there."""
+def test_a_reduction_and_values_per_row_in_one_call(reduction: Any, microbatch_size: int) -> None:
+    """Optax's accumulators MEAN, SUM and CONCAT in one call; in Optax 3 must divide the 10 rows."""
     p, x, y = arrays()
     fun = mean if reduction == "mean" else total
     options: Any = {"has_aux": True, "aux": "concat", "batch_argnums": (1, 2), "reduction": reduction}
     (loss, aux), gradient = jax.jit(value_and_grad(fun, microbatch_size=microbatch_size, **options))(p, x, y)
     (whole, rows), slope = jax.jit(jax.value_and_grad(fun, has_aux=True))(p, x, y)
-    share = 1 if reduction == "mean" else 1 / 10  # a sum is divided by what the weight counts
+    share = 1 if reduction == "mean" else 1 / 10  # a sum is divided by the total weight
     assert_same((loss, gradient), (whole * share, slope * share))
     assert_same(aux, rows)
 
 
-def test_optax_needs_a_batch_that_the_micro_batch_divides() -> None:
-    """The premise of the 3 above."""
+def test_optax_needs_a_divisible_batch() -> None:
+    """Premise of the micro-batches of 3 above."""
     p, x, y = arrays()
     theirs = microbatching.microbatch(partial(total, p), argnums=(0, 1), microbatch_size=3)
     with pytest.raises(ValueError, match="divisible"):
         theirs(x, y)
 
 
-def test_a_function_whose_rows_depend_on_each_other_is_an_error() -> None:
-    """Optax returns another number for it, which rows are together decides which."""
+def test_coupled_rows_are_an_error() -> None:
+    """Optax returns another number, which depends on the grouping of rows."""
 
     def fun(p: Any, x: Any) -> Any:
         return p * (x[:-1] @ x[1:])
 
     x = jnp.arange(6.0) + 1
     theirs = microbatching.microbatch(partial(fun, 1.0), argnums=0, microbatch_size=3)
-    assert float(theirs(x)) != float(fun(1.0, x)), "the premise: the sum over parts is another"
+    assert float(theirs(x)) != float(fun(1.0, x)), "the premise: the sum over micro-batches is different"
     with pytest.raises(CoupledSamplesError, match="No weight explains the loss"):
         value_and_grad(fun, microbatch_size=3, reduction="sum")(1.0, x)
 
@@ -96,8 +96,8 @@ def test_rows_of_padding_are_zeros_in_aux() -> None:
     assert float(loss) == 3.5 and aux.tolist() == [1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 0, 0]
 
 
-def test_unequal_weights_which_optax_s_accumulators_do_not_have() -> None:
-    """MEAN and RUNNING_MEAN are means of means; here a micro-batch counts by its tokens."""
+def test_unequal_weights_unlike_in_optax() -> None:
+    """MEAN and RUNNING_MEAN are means of means; superbatch weights a micro-batch by its tokens."""
     mask = (jnp.arange(4) < jnp.array([[4], [4], [1], [1]])).astype(float)
     x, p = jnp.arange(16.0).reshape(4, 4), jnp.asarray(0.5)
 

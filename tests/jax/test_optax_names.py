@@ -1,8 +1,8 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""`superbatch.jax.MultiSteps` beside `optax.MultiSteps`: the same updates, and those that Optax gets wrong.
+"""`superbatch.jax.MultiSteps` against `optax.MultiSteps`: the same updates, and those that Optax gets wrong.
 
-The cases are those of Optax's own tests of its class; these run unchanged against ours, too (slow).
+The cases are those of Optax's own tests, which also run unchanged against superbatch (slow).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ absltest.main(module=_accumulation_test)
 
 
 def train(optimizer: Any, count: int, **options: Any) -> tuple[list[Any], list[bool], Any]:
-    """Parameters after each micro-batch of 4 rows, whether it made an update, and the last state."""
+    """Return parameters and `has_updated` after each micro-batch of 4 rows, and the last state."""
     p, batch = params(), rows(4 * count)
     state, step, gradient_of = optimizer.init(p), jax.jit(optimizer.update), jax.jit(jax.grad(mse))
     seen: list[Any] = []
@@ -72,8 +72,8 @@ SAME: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_the_updates_are_those_of_optax(case: str) -> None:
-    """In float64, which Optax has to be asked for; every name of the state agrees, too."""
+def test_the_updates_equal_those_of_optax(case: str) -> None:
+    """Compare in float64, which Optax needs as an option; every name of the state agrees too."""
     options = SAME[case] | {"accumulator_dtype": jnp.float64}
     theirs, their_updated, their_state = train(optax.MultiSteps(adam(), **options), 12)
     ours, updated, state = train(MultiSteps(adam(), **options), 12)
@@ -81,7 +81,7 @@ def test_the_updates_are_those_of_optax(case: str) -> None:
     if case == "large ones skipped":
         skipped = int(state.skipped)
         assert 0 < skipped < 9, "the premise: some are skipped"
-        assert updated != their_updated, "the premise: Optax says yes again after one that is skipped"
+        assert updated != their_updated, "the premise: Optax reports an update again after a skipped one"
     else:
         assert updated == their_updated
     assert 1 < sum(updated) < 12
@@ -92,16 +92,16 @@ def test_the_updates_are_those_of_optax(case: str) -> None:
 
 
 @pytest.mark.parametrize("mean", [True, False])
-def test_the_gradient_so_far(mean: bool) -> None:
-    """`acc_grads` in the middle of a window."""
+def test_the_gradient_within_a_window(mean: bool) -> None:
+    """Compare `acc_grads` in the middle of a window."""
     options: Any = {"use_grad_mean": mean, "accumulator_dtype": jnp.float64}
     states = [train(make(adam(), 4, **options), 7)[2] for make in (MultiSteps, optax.MultiSteps)]
     assert int(states[0].mini_step) == 3, "the premise: the window is open"
     assert_same(states[0].acc_grads, states[1].acc_grads)
 
 
-def test_a_sum_that_is_divided_is_found() -> None:
-    """The mutant: `reduction="sum"` divides by the weights, a total by nothing."""
+def test_a_divided_sum_is_found() -> None:
+    """The mutant: `reduction="sum"` divides by the weights, unlike "total"."""
     options: Any = {"use_grad_mean": False, "accumulator_dtype": jnp.float64}
     theirs = train(optax.MultiSteps(optax.sgd(0.1), 3, **options), 3)[0]
     assert_same(train(MultiSteps(optax.sgd(0.1), 3, **options), 3)[0], theirs)
@@ -111,7 +111,7 @@ def test_a_sum_that_is_divided_is_found() -> None:
 
 
 def stream(optimizer: Any, gradients: list[float], **options: Any) -> tuple[list[float], list[bool], Any]:
-    """Updates that single numbers give, and whether each call made one."""
+    """Feed scalar gradients; return the update and `has_updated` of each call, and the last state."""
     p = jnp.zeros(1)
     state, seen, updated = optimizer.init(p), [], []
     step = jax.jit(optimizer.update)
@@ -122,7 +122,7 @@ def stream(optimizer: Any, gradients: list[float], **options: Any) -> tuple[list
     return seen, updated, state
 
 
-def test_a_rejected_microbatch_is_as_if_it_had_never_been() -> None:
+def test_a_rejected_microbatch_has_no_effect() -> None:
     optimizer = MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite)
     seen, updated, state = stream(optimizer, [1.0, jnp.inf, 3.0, jnp.nan, 5.0])
     assert seen == [0.0, 0.0, -2.0, 0.0, 0.0]
@@ -135,7 +135,7 @@ def test_has_updated_is_false_after_a_rejected_microbatch() -> None:
     options: Any = {"every_k_schedule": 1, "should_skip_update_fn": optax.skip_not_finite}
     assert stream(MultiSteps(optax.sgd(1.0), **options), [1.0, jnp.nan])[1] == [True, False]
     theirs = stream(optax.MultiSteps(optax.sgd(1.0), **options), [1.0, jnp.nan])[1]
-    assert theirs == [True, True], "the premise: Optax says yes, though parameters were left alone"
+    assert theirs == [True, True], "the premise: Optax reports an update although parameters are unchanged"
 
 
 def test_skipping_by_norm() -> None:
@@ -173,14 +173,14 @@ def test_a_rejected_tail_is_flushed_without_itself() -> None:
     ],
     ids=["no pair", "a vector", "a number"],
 )
-def test_an_answer_that_is_no_boolean(answer: Any, message: str) -> None:
+def test_a_skip_function_that_returns_no_boolean(answer: Any, message: str) -> None:
     optimizer = MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=lambda *_: answer)
     with pytest.raises(InputError, match=message):
         optimizer.init(jnp.zeros(1))
 
 
-def test_weights_and_a_nan_that_optax_has_no_place_for() -> None:
-    """Names are Optax's, the arithmetic is ours."""
+def test_weights_and_recovery_from_nan_unlike_in_optax() -> None:
+    """The names are Optax's, the arithmetic is superbatch's."""
     p = jnp.zeros(1)
     for weights, expected in (((1, 3), -1.75), ((2, 2), -1.5)):
         optimizer = MultiSteps(optax.sgd(1.0), 2)
@@ -197,7 +197,7 @@ def test_weights_and_a_nan_that_optax_has_no_place_for() -> None:
 @pytest.mark.parametrize("updates_dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("mu_dtype", [None, jnp.float32])
-def test_dtypes_are_those_of_the_optimizer_alone(dtype: Any, updates_dtype: Any, mu_dtype: Any) -> None:
+def test_dtypes_are_those_of_the_optimizer(dtype: Any, updates_dtype: Any, mu_dtype: Any) -> None:
     p, gradient = jnp.ones(3, dtype), jnp.ones(3, updates_dtype)
     optimizer = optax.adam(0.1, mu_dtype=mu_dtype)
     stream = MultiSteps(optimizer, 2)
@@ -212,7 +212,7 @@ def test_dtypes_are_those_of_the_optimizer_alone(dtype: Any, updates_dtype: Any,
 
 
 def test_the_state_keeps_its_form_in_a_scan() -> None:
-    """With a state of `should_skip_update_fn` whose dtype is that of narrow gradients."""
+    """The state of `should_skip_update_fn` has the dtype of low-precision gradients."""
     skip = partial(optax.skip_large_updates, max_squared_norm=1e3)
     optimizer = MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=skip)
     p = jnp.zeros((), jnp.bfloat16)
@@ -236,8 +236,8 @@ def test_a_donated_state() -> None:
     assert int(state.gradient_step) == 1
 
 
-def test_it_composes() -> None:
-    """In a chain, with a mask and around `zero_nans`, as a transformation of its own."""
+def test_multi_steps_composes_with_other_transformations() -> None:
+    """Use it in a chain, with a mask and around `zero_nans`."""
     inner = optax.chain(optax.zero_nans(), optax.sgd(1.0))
     optimizer = optax.chain(optax.scale(2.0), MultiSteps(inner, 2).gradient_transformation())
     p = {"a": jnp.zeros(())}
@@ -248,8 +248,8 @@ def test_it_composes() -> None:
     assert MultiSteps(inner, 2).inner_opt.init(p) is not None
 
 
-def test_microbatches_per_window_that_are_traced() -> None:
-    """One program for every number."""
+def test_a_traced_number_of_microbatches_per_window() -> None:
+    """One program serves every number."""
     p, gradients = jnp.zeros(()), jnp.arange(1.0, 7.0)
     traces: list[int] = []
 
@@ -272,7 +272,7 @@ def test_microbatches_per_window_that_are_traced() -> None:
         multi_steps(optax.sgd(1.0), jnp.ones(2, int))
 
 
-@pytest.mark.slow  # minutes: flax's layers are compiled for each pair of dtypes
+@pytest.mark.slow  # takes minutes: flax's layers are compiled for each pair of dtypes
 def test_optax_s_own_tests_pass_unchanged() -> None:
     pytest.importorskip("absl.testing", reason="Optax's tests need absl")
     pytest.importorskip("flax", reason="Optax's tests need flax")

@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Sums of clipped gradients of single samples, against `jax.vmap` over the batch and Optax, in float64."""
+"""Sums of clipped per-sample gradients against `jax.vmap` over the batch and Optax, in float64."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CLIP = 2.0
 
 
 def of_each(p: Any, batch: Any, fun: Any = mse) -> Any:
-    """Loss and gradient of every sample, as Optax's example of differential privacy computes them."""
+    """Return loss and gradient of every sample, as Optax's example of differential privacy does."""
     with_axis = jax.tree.map(lambda leaf: leaf[:, None], batch)
     return jax.jit(jax.vmap(jax.value_and_grad(fun), in_axes=(None, 0)))(p, with_axis)
 
 
 def whole(p: Any, batch: Any, clip: float = CLIP) -> Any:
-    """The sum by Optax, and how many samples it clips."""
+    """Return the sum computed by Optax, and the number of clipped samples."""
     leaves, structure = jax.tree.flatten(of_each(p, batch)[1])
     total, clipped = optax.per_example_global_norm_clip(leaves, clip)
     return structure.unflatten(total), int(clipped)
@@ -50,12 +50,12 @@ def test_every_split_gives_the_sum_of_the_whole_batch(size: int) -> None:
     check_sum(microbatch_size=size)
 
 
-def of_the_sum(gradient: Any, norm: Any, most: Any) -> Any:
+def unclipped(gradient: Any, norm: Any, most: Any) -> Any:
     return gradient
 
 
 WRONG: dict[str, tuple[str, Any]] = {
-    "nothing is clipped": ("_clipped", of_the_sum),
+    "nothing is clipped": ("_clipped", unclipped),
     "the norm of one leaf": (
         "_clipped",
         lambda gradient, norm, most: jax.tree.map(
@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[str, Any]] = {
         ),
     ),
     "the tail is dropped": ("groups", lambda samples, **options: [per_sample.Group(2, 4, 0, 0)]),
-    "rows as they were dealt out": (
+    "rows in strided order": (
         "rows_in_order",
         lambda stacked, layout: jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stacked),
     ),
@@ -78,8 +78,8 @@ def test_a_mutant_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         check_sum()
 
 
-def test_a_clipped_sum_is_no_clipped_gradient() -> None:
-    """The premise: to clip the batch's gradient, or a micro-batch's, is something else."""
+def test_clipping_the_sum_is_different() -> None:
+    """Premise: clipping the gradient of the batch gives another result."""
     p, batch = params(), rows(11)
     total = jax.tree.map(lambda leaf: leaf.sum(0), of_each(p, batch)[1])
     clipped, _ = optax.clip_by_global_norm(11 * CLIP).update(total, optax.EmptyState())
@@ -87,8 +87,8 @@ def test_a_clipped_sum_is_no_clipped_gradient() -> None:
         assert_same(clipped, whole(p, batch)[0], 1e-2)
 
 
-def test_differential_privacy_as_optax_has_it() -> None:
-    """Five noisy updates: the same numbers as with the gradients of all samples at once."""
+def test_differential_privacy_with_optax() -> None:
+    """Five noisy updates equal those with the gradients of all samples at once."""
     clip, noise, size, p = 1.0, 1.1, 10, params()
     aggregate = optax.contrib.differentially_private_aggregate
     theirs = optax.chain(aggregate(clip, noise, key=jax.random.key(7)), optax.adam(0.1))
@@ -108,7 +108,7 @@ def test_differential_privacy_as_optax_has_it() -> None:
     assert jnp.abs(p["w"] - params()["w"]).max() > 0.1, "the premise: it moved"
 
 
-def test_random_keys_are_those_of_the_sample() -> None:
+def test_each_sample_has_its_own_random_key() -> None:
     def noisy(p: Any, batch: Any, key: Any) -> Any:
         kept = jax.random.bernoulli(key, 0.5, p["v"].shape)
         return mse({**p, "v": p["v"] * kept}, batch), kept
@@ -136,7 +136,7 @@ def test_a_transform_comes_before_the_clip() -> None:
 
 
 def test_a_traced_norm() -> None:
-    """As in adaptive clipping: the norm follows a quantile, and is no reason to compile again."""
+    """As in adaptive clipping, a changed norm does not compile the program again."""
 
     @jax.jit
     def run(p: Any, batch: Any, clip: Any) -> Any:
@@ -170,7 +170,7 @@ def test_low_precision_is_summed_in_float32() -> None:
     assert abs(float(total[0]) / float(batch.astype(jnp.float32).sum()) - 1) < 1e-6
 
 
-def test_memory_is_that_of_a_microbatch() -> None:
+def test_peak_memory_is_that_of_a_microbatch() -> None:
     p = {"w": jnp.ones((3, 500)), "b": jnp.zeros(500), "v": jnp.ones(500)}
     batch = rows(512)
     call = per_sample_value_and_grad(mse, microbatch_size=8, max_grad_norm=1.0)
@@ -178,7 +178,7 @@ def test_memory_is_that_of_a_microbatch() -> None:
         jax.jit(one).lower(p, batch).compile().memory_analysis().temp_size_in_bytes
         for one in (call, lambda p, batch: whole_sum(p, batch))
     )
-    assert theirs > 512 * 2500 * 8, "the premise: all gradients are there at once"
+    assert theirs > 512 * 2500 * 8, "the premise: all gradients are in memory"
     assert ours < theirs / 20
 
 
@@ -189,12 +189,12 @@ def whole_sum(p: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("most", [0, -1.0, float("nan")])
-def test_a_norm_that_cannot_be(most: float) -> None:
+def test_an_invalid_norm(most: float) -> None:
     with pytest.raises(InputError, match=r"max_grad_norm=.* is not positive\. Pass a number above 0"):
         per_sample_value_and_grad(mse, microbatch_size=4, max_grad_norm=most)
 
 
-def test_calls_that_cannot_be() -> None:
+def test_invalid_calls() -> None:
     with pytest.raises(InputError, match="microbatch_size=0"):
         per_sample_value_and_grad(mse, microbatch_size=0)
     with pytest.raises(InputError, match="has no gradient"):

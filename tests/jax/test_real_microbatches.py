@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""A number of micro-batches that is known only when the program runs: one program for every number."""
+"""A traced number of micro-batches: one program serves every number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.jax
 
 
 def padded(samples: int, real: int, value: float = np.nan) -> Any:
-    """A batch whose rows from `real` on are padding: one that is read makes everything NaN."""
+    """Return a batch whose rows from `real` on are padding; with NaN, reading them spoils the result."""
     return jax.tree.map(lambda leaf: leaf.at[real:].set(value), rows(samples))
 
 
@@ -40,7 +40,7 @@ def whole(fun: Any, p: Any, batch: Any, real: int) -> Any:
 
 
 def test_one_program_is_exact_for_every_number() -> None:
-    """14 rows in micro-batches of 4: the fourth is the tail of 2."""
+    """14 rows in micro-batches of 4, the fourth a tail of 2."""
     traces: list[int] = []
 
     @jax.jit
@@ -62,8 +62,8 @@ def test_one_program_is_exact_for_every_number() -> None:
     assert len(traces) == 1
 
 
-def test_optax_takes_other_rows() -> None:
-    """The premise of `layout="contiguous"`: strided micro-batches of 2 of 4 hold rows of the padding."""
+def test_optax_reads_rows_of_the_padding() -> None:
+    """Reason for `layout="contiguous"`: the first 2 of 4 strided micro-batches contain padding."""
     microbatching = pytest.importorskip("optax").microbatching
     x = jnp.arange(8.0)
     theirs = microbatching.microbatch(jnp.sum, argnums=0, microbatch_size=2, num_real_microbatches=2)(x)
@@ -79,8 +79,8 @@ def test_optax_takes_other_rows() -> None:
 
 
 @pytest.mark.parametrize("options", [{"steps": 4}, {"steps": 3}, {"microbatch_size": 11}, {"steps": 11}])
-def test_every_division(options: Any) -> None:
-    """Two groups of sizes that differ by one; a single micro-batch; micro-batches of one row."""
+def test_every_split_of_the_rows(options: Any) -> None:
+    """Sizes that differ by one, a single micro-batch, and micro-batches of one row."""
     p, batch = params(), rows(11)
     sizes = {4: [3, 3, 3, 2], 3: [4, 4, 3], 11: [1] * 11}.get(options.get("steps"), [11])
     for real in range(1, len(sizes) + 1):
@@ -89,8 +89,8 @@ def test_every_division(options: Any) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_weights_and_a_micro_batch_that_is_padding_in_part(reduction: Any) -> None:
-    """The last real micro-batch has a text that is no text: its mask counts nothing."""
+def test_weights_and_a_micro_batch_with_padding(reduction: Any) -> None:
+    """The last real micro-batch contains a row of padding, with an empty mask."""
     p, batch = params(), texts([4, 1, 3, 2, 2, 0, 4, 4])
     fun = token_mean if reduction == "mean" else token_sum
     options: Any = {"microbatch_size": 2, "weight": count_tokens, "reduction": reduction}
@@ -117,8 +117,8 @@ def test_several_losses() -> None:
     assert_same(jax.jit(call)(p, batch), whole(in_one, p, batch, 6))
 
 
-def test_aux_noise_and_a_state() -> None:
-    """Aux of padding is zero; the state is that after the last real micro-batch."""
+def test_aux_noise_and_state() -> None:
+    """Aux of padding is zero; the state is the one after the last real micro-batch."""
 
     def fun(p: Any, batch: Any, state: Any) -> Any:
         return mse(p, batch), (errors(p, batch), state + batch["y"].sum())
@@ -144,7 +144,7 @@ def test_aux_noise_and_a_state() -> None:
         assert_same(getattr(stats, field), getattr(expected, field))
 
 
-def test_padding_is_not_counted_as_left_out() -> None:
+def test_padding_does_not_count_as_dropped() -> None:
     p, batch = params(), rows(12)
     batch["y"] = batch["y"].at[5].set(jnp.nan)
     options: Any = {"nonfinite": "skip_microbatch", "stats": True, "layout": "contiguous"}
@@ -154,7 +154,7 @@ def test_padding_is_not_counted_as_left_out() -> None:
     assert (int(stats.dropped), int(stats.samples), int(stats.microbatches)) == (1, 4, 2)
 
 
-def test_in_a_shard_map_with_another_number_on_each_device() -> None:
+def test_a_number_for_each_device_in_a_shard_map() -> None:
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def gradient(p: Any, batch: Any, real: Any) -> Any:
@@ -169,10 +169,10 @@ def test_in_a_shard_map_with_another_number_on_each_device() -> None:
     assert int(stats.microbatches) == 2
 
 
-def test_padding_takes_no_time_and_no_convolution_is_slow() -> None:
-    """The loop is a while loop: its length is no constant of the program."""
+def test_padding_is_not_computed() -> None:
+    """The loop is a while loop, whose length is not a constant of the program."""
     p, batch = params(), rows(12)
-    call = lambda p, batch, real: value_and_grad(  # noqa: E731  (one line says it)
+    call = lambda p, batch, real: value_and_grad(  # noqa: E731  (shorter than a def)
         mse, microbatch_size=2, layout="contiguous", num_real_microbatches=real, check=False
     )(p, batch)
     names = [equation.primitive.name for equation in jax.make_jaxpr(call)(p, batch, 3).jaxpr.eqns]
@@ -189,12 +189,12 @@ def test_padding_takes_no_time_and_no_convolution_is_slow() -> None:
     ],
     ids=["a float", "a bool", "a vector", "strided"],
 )
-def test_options_that_cannot_be(options: Any, message: str) -> None:
+def test_invalid_options(options: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         value_and_grad(mse, microbatch_size=2, **({"layout": "contiguous"} | options))
 
 
-def test_more_than_there_are() -> None:
+def test_more_real_micro_batches_than_micro_batches() -> None:
     call = value_and_grad(mse, microbatch_size=4, layout="contiguous", num_real_microbatches=4)
     with pytest.raises(InputError, match=r"=4, but the batch has 3 micro-batches\. Pass 0 to 3"):
         call(params(), rows(12))

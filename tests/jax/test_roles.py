@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""What an argument is to a micro-batch: rows that are split, a random key, or the same for all."""
+"""Roles of arguments: rows to split, random keys, and values that all micro-batches share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.jax import checks  # noqa: E402
 from tests.jax.helpers import assert_same, mse, params, rows  # noqa: E402
 
 pytestmark = pytest.mark.jax
-value_and_grad = partial(checked_value_and_grad, check=False)  # tests/jax/test_check.py has the check
+value_and_grad = partial(checked_value_and_grad, check=False)  # tests/jax/test_check.py tests the check
 SIZE: Any = {"microbatch_size": 1}
 
 
@@ -69,7 +69,7 @@ def test_every_way_to_split_two_arguments(microbatch_size: int) -> None:
         assert_same(jax.jit(call)(*args, **kwargs), expected(batch))
 
 
-def test_the_weight_gets_what_is_split_as_it_is_passed() -> None:
+def test_the_weight_function_gets_the_split_arguments() -> None:
     p, batch = params(), rows(6)
     weights = jnp.arange(1.0, 7.0)
 
@@ -82,8 +82,8 @@ def test_the_weight_gets_what_is_split_as_it_is_passed() -> None:
 
 
 @pytest.mark.parametrize("where", ["argument", "keyword", "batch", "inside the batch"])
-def test_a_table_is_declared(where: str) -> None:
-    """It has as many rows as the batch, or another number of them."""
+def test_a_table_must_be_declared(where: str) -> None:
+    """The table has as many rows as the batch, or another number."""
     p, ids = params(), jnp.array([5, 0, 3, 1, 1, 4])
     table = rows(6)["x"]
 
@@ -171,7 +171,7 @@ def test_a_typed_key_differs_between_microbatches(where: str, declared: bool) ->
     assert drawn.tolist() == [float(jax.random.uniform(key)) for key in wanted]
 
 
-def test_keys_in_arrays_differ_too() -> None:
+def test_arrays_of_keys_differ_between_microbatches() -> None:
     keys = jax.random.split(KEY, 2)
     fun = lambda p, batch, keys: (mse(p, batch), jax.random.uniform(keys[1]))  # noqa: E731
     drawn = jax.jit(value_and_grad(fun, has_aux=True, steps=3))(params(), rows(6), keys)[0][1]
@@ -194,7 +194,7 @@ def test_a_key_of_each_row_is_split() -> None:
 def test_a_legacy_key_is_refused_by_name(where: str) -> None:
     key, batch, args, kwargs = jax.random.PRNGKey(3), rows(2), (), {}
     if where == "batch":
-        batch["key"] = key  # two numbers: it would be cut as if they were rows
+        batch["key"] = key  # two numbers, which would be split like two rows
     elif where == "position":
         args = (key,)
     else:
@@ -208,14 +208,14 @@ def test_a_legacy_key_is_refused_by_name(where: str) -> None:
 
 
 @pytest.mark.parametrize("leaf", [jnp.arange(3), KEY, jnp.tanh], ids=["int", "key", "function"])
-def test_what_has_no_gradient_is_refused_with_the_remedy(leaf: Any) -> None:
+def test_leaves_without_a_gradient_are_refused_with_the_remedy(leaf: Any) -> None:
     wanted = r"argument 0\['z'\] is .* no gradient.*nnx.split\(model, nnx.Param, ...\).*eqx.partition"
     with pytest.raises(InputError, match=wanted):
         value_and_grad(mse, **SIZE)(params() | {"z": leaf}, rows(6))
 
 
 def test_a_module_of_nnx_with_dropout() -> None:
-    """As it is, its keys and counters are refused; by the two lines of the error it trains."""
+    """Its keys and counters are refused; the two lines in the error make it train."""
     nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(
@@ -231,13 +231,13 @@ def test_a_module_of_nnx_with_dropout() -> None:
     graphdef, p, rest = nnx.split(model, nnx.Param, ...)
     batch = {"x": jnp.ones((6, 3)), "y": jnp.ones(6)}
 
-    def by_parts(p: Any, batch: Any, rest: Any) -> Any:
+    def split_loss(p: Any, batch: Any, rest: Any) -> Any:
         return loss(nnx.merge(graphdef, p, rest, copy=True), batch)
 
-    call = jax.jit(value_and_grad(by_parts, has_aux=True, steps=3))
+    call = jax.jit(value_and_grad(split_loss, has_aux=True, steps=3))
     (_, out), gradient = call(p, batch, rest)
     assert any(leaf.any() for leaf in jax.tree.leaves(gradient))
-    assert len({tuple(part.ravel().tolist()) for part in out}) == 3, "micro-batches have masks of their own"
+    assert len({tuple(part.ravel().tolist()) for part in out}) == 3, "micro-batches have different masks"
 
 
 def test_a_key_in_the_batch_of_remat_map() -> None:

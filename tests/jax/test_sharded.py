@@ -1,4 +1,4 @@
-"""Four devices: strided micro-batches stay where they are, and there is one reduction per update."""
+"""Four devices: rows of strided micro-batches stay on their device, with one reduction per update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str) -> Any:
-    """The number of devices has to be set before JAX starts, so in a process of its own."""
+    """Run in a child process, because the number of devices must be set before JAX starts."""
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -50,7 +50,7 @@ def test_a_strided_split_keeps_rows_on_their_device(found: Any) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_one_reduction_for_each_update(found: Any, check_vma: bool) -> None:
+def test_one_reduction_per_update(found: Any, check_vma: bool) -> None:
     one = found[f"shard_map, check_vma={check_vma}"]
     assert one["all-reduce"] == 1 and one["all-reduces in a loop"] == 0
     assert one["all-gather"] == one["all-to-all"] == one["collective-permute"] == 0
@@ -60,19 +60,21 @@ def test_one_reduction_for_each_update(found: Any, check_vma: bool) -> None:
 
 
 def test_a_loss_that_averages_over_devices_itself_is_wrong_unchecked(found: Any) -> None:
-    """The premise of the error: one device of four."""
+    """Premise of the error: the gradient of one device of four."""
     assert abs(found["the loss averages over devices, unchecked"] - 0.75) < 1e-12
 
 
-def test_samples_are_clipped_before_devices_are_added(found: Any) -> None:
+def test_samples_are_clipped_before_the_sum_over_devices(found: Any) -> None:
     assert max(found["clipped"]) < 1e-12
-    assert found["devices are added before the clip"] > 0.1, "a mutant: parameters the same on all devices"
+    assert found["devices are added before the clip"] > 0.1, (
+        "the mutant: parameters replicated on all devices"
+    )
 
 
-def test_a_batch_that_is_spread_over_an_explicit_mesh(found: Any) -> None:
+def test_a_batch_sharded_over_an_explicit_mesh(found: Any) -> None:
     assert max(found["explicit mesh"]) < 1e-12
 
 
-def test_a_reduction_in_every_microbatch_would_be_seen() -> None:
+def test_a_reduction_in_every_microbatch_would_be_found() -> None:
     wrong = run("mutant")["shard_map, check_vma=True"]
     assert wrong["all-reduces in a loop"] > 0 or wrong["all-reduce"] > 1

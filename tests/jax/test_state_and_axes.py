@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Forms in which a state comes back, and axes of a mesh beside that of the batch."""
+"""Structure of a returned state, and mesh axes other than that of the batch."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ def with_state(new: Any) -> Any:
     ],
     ids=["dtype", "shape", "names"],
 )
-def test_a_state_of_another_form_is_refused(new: Any, message: str) -> None:
+def test_a_state_of_another_structure_is_refused(new: Any, message: str) -> None:
     call = jax.jit(value_and_grad(with_state(new), microbatch_size=4, carry_argnum=2, check=False))
     state = {"m": jnp.zeros(3, "float32")}
     with pytest.raises(LossSpecError, match=message):
         call(params(), rows(12), state)
-    call(params(), rows(4), state)  # one micro-batch: the state goes to no other
+    call(params(), rows(4), state)  # one micro-batch: no other receives the state
 
 
 @pytest.mark.parametrize("real", [None, 3])
-def test_parameters_that_are_spread_over_an_axis_of_the_model(real: int | None) -> None:
-    """The gradients differ between devices of an axis that the batch is not spread over."""
+def test_parameters_sharded_over_a_model_axis(real: int | None) -> None:
+    """Gradients differ along the model axis, over which the batch is not sharded."""
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AUTO, AUTO))
 
-    def of_share(p: Any, batch: Any) -> Any:
+    def loss_of_shard(p: Any, batch: Any) -> Any:
         hidden = jnp.tanh(batch["x"] @ p["w"] + p["b"]) @ p["v"]
         return jnp.mean((jax.lax.psum(hidden, "model") - batch["y"]) ** 2)
 
     options: Any = {"layout": "contiguous", "num_real_microbatches": real, "axis_name": "data"}
-    call = value_and_grad(of_share, microbatch_size=4, **options)
+    call = value_and_grad(loss_of_shard, microbatch_size=4, **options)
     mapped = jax.shard_map(call, mesh=mesh, in_specs=(SPECS, P("data")), out_specs=(P(), SPECS))
     p, batch = params(), rows(12)
     assert_same(jax.jit(mapped)(p, batch), jax.jit(jax.value_and_grad(mse))(p, batch))
 
 
-def test_parameters_that_are_marked_as_differing_by_hand() -> None:
+def test_parameters_that_the_user_marks_as_varying() -> None:
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AUTO,))
 
     def by_hand(p: Any, batch: Any) -> Any:
@@ -85,7 +85,7 @@ def test_a_state_that_the_function_averages_over_devices() -> None:
     assert state.tolist() == [3.0]
 
 
-def test_an_axis_that_is_none_here() -> None:
+def test_an_unknown_axis() -> None:
     with pytest.raises(
         InputError, match=r"axis_name='dta', but no axis 'dta' is bound .*leave axis_name out"
     ):

@@ -1,4 +1,4 @@
-"""A state in aux would come back once for each micro-batch: an error that names carry_argnum."""
+"""A state in aux raises an error that names carry_argnum, because aux has one value per micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """`superbatch.jax.multi_steps` and `remat_map`."""
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.jax
 
 
 def feed(optimizer: Any, gradients: list[Any], **options: Any) -> tuple[list[float], Any]:
-    """The updates that single numbers give, and the last state."""
+    """Feed scalar gradients; return the updates and the last state."""
     p = jnp.zeros(1, options.pop("dtype", jnp.float64))
     state, seen = optimizer.init(p), []
     weights = options.pop("weights", [1] * len(gradients))
@@ -35,7 +35,7 @@ def test_windows_and_a_flushed_tail_equal_whole_batches() -> None:
     checks.stream()
 
 
-def test_a_nan_is_gone_with_its_window() -> None:
+def test_a_nan_affects_only_its_window() -> None:
     checks.stream_recovers()
 
 
@@ -45,15 +45,15 @@ def test_a_nan_microbatch_can_be_left_out() -> None:
     assert seen == [0.0, 0.0, -3.25] and int(state.skipped) == 1
 
 
-def test_a_window_with_a_nan_can_be_given_up() -> None:
+def test_a_window_with_a_nan_can_be_skipped() -> None:
     optimizer = multi_steps(optax.sgd(1.0, momentum=0.9), every=2, nonfinite="skip_update")
     seen, state = feed(optimizer, [1.0, jnp.inf, 1.0, 3.0])
     assert seen == [0.0, 0.0, 0.0, -2.0]
     assert (int(state.skipped), int(state.updates)) == (1, 1)
 
 
-def test_optax_s_own_guard_recovers() -> None:
-    """With `optax.MultiSteps` every later update is NaN, and so skipped: the model never moves again."""
+def test_the_guard_of_optax_recovers() -> None:
+    """With `optax.MultiSteps` every later update is NaN and skipped, so the model never moves again."""
     guarded = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=100)
     seen, _ = feed(multi_steps(guarded, every=2), [jnp.nan, 1.0, 1.0, 3.0])
     assert seen == [0.0, 0.0, 0.0, -2.0]
@@ -72,11 +72,11 @@ def test_an_empty_microbatch_contributes_nothing() -> None:
 def test_a_window_of_empty_microbatches_makes_no_update() -> None:
     optimizer = multi_steps(optax.sgd(optax.piecewise_constant_schedule(1.0, {1: 0.5})), every=2)
     seen, state = feed(optimizer, [jnp.nan, jnp.nan, 1.0, 3.0], weights=[0, 0, 1, 1])
-    assert seen == [0.0, 0.0, 0.0, -2.0], "the schedule has not moved on"
+    assert seen == [0.0, 0.0, 0.0, -2.0], "the schedule did not advance"
     assert int(state.updates) == 1
 
 
-def test_sums() -> None:
+def test_sums_over_a_window() -> None:
     seen, _ = feed(multi_steps(optax.sgd(1.0), every=2, reduction="sum"), [1.0, 6.0], weights=[1, 3])
     assert seen == [0.0, -1.75]
 
@@ -121,7 +121,7 @@ def test_bfloat16_is_summed_in_float32() -> None:
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(1.0, momentum=0.5), optax.adam(0.1), optax.adafactor(0.1)])
 def test_float32_gradients_of_bfloat16_parameters(optimizer: Any) -> None:
-    """The state keeps its dtypes, as `lax.cond` wants; the sums are those of the gradients."""
+    """The state keeps its dtypes, as `lax.cond` requires; sums have the dtype of the gradients."""
     p = jnp.ones(4, jnp.bfloat16)
     stream = multi_steps(optimizer, every=2)
     state, step = stream.init(p), jax.jit(stream.update)
@@ -137,7 +137,7 @@ def test_one_program_that_evaluates_the_optimizer_in_a_branch() -> None:
     optimizer = multi_steps(optax.adam(0.1), every=2)
     p = jnp.zeros(8)
     state = optimizer.init(p)
-    step = jax.jit(optimizer.update, donate_argnums=1)  # every buffer is one of its own
+    step = jax.jit(optimizer.update, donate_argnums=1)  # no two leaves may share a buffer
     text = step.lower(p, state, p).compile().as_text()
     assert " conditional(" in text
     for weight in (1, 2, 3):
@@ -145,7 +145,7 @@ def test_one_program_that_evaluates_the_optimizer_in_a_branch() -> None:
     assert step._cache_size() == 1
 
 
-def test_more_arguments_reach_the_optimizer() -> None:
+def test_extra_arguments_are_passed_to_the_optimizer() -> None:
     def update(updates: Any, state: Any, params: Any = None, *, value: Any, **_: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf * value, updates), state
 
@@ -165,7 +165,7 @@ def test_more_arguments_reach_the_optimizer() -> None:
     ],
     ids=str,
 )
-def test_options_that_cannot_be(options: Any, message: str) -> None:
+def test_invalid_options(options: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         multi_steps(optax.sgd(1.0), **options)
 
@@ -197,8 +197,8 @@ def test_the_memory_of_a_contrastive_loss() -> None:
     assert whole > 3 * logits and ours < 2.5 * logits + 16 * 256 * 8 * 8, (whole, ours, logits)
 
 
-def test_dropout_is_repeated_in_the_second_encoding() -> None:
-    """The gradient is that of the value: a finite difference would see another mask."""
+def test_recomputed_encodings_have_the_same_dropout() -> None:
+    """The gradient equals a finite difference, which another mask would change."""
     p, x = jnp.ones(3), jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
 
     def encode(p: Any, x: Any, key: Any) -> Any:

@@ -1,6 +1,6 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Several losses by name, each divided by its own total weight, against the whole batch in float64."""
+"""Several named losses, each divided by its own total weight, against the whole batch in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTHS = [4, 1, 3, 0, 0, 0, 1, 4, 2, 1]
 DECLARED: Any = {"weight": {"tokens": count_tokens, "rows": None}}
 
 
-def test_a_mean_over_rows_beside_one_over_tokens() -> None:
+def test_a_mean_over_rows_plus_a_mean_over_tokens() -> None:
     checks.terms()
 
 
@@ -37,8 +37,8 @@ def test_every_split(size: int, layout: Any) -> None:
     assert_same(jax.jit(call)(p, batch), whole(sum_of_terms, p, batch))
 
 
-def test_a_sum_beside_a_mean_with_a_returned_weight() -> None:
-    """Each term has a reduction, and one of them a weight that comes with it."""
+def test_a_sum_plus_a_mean_with_a_returned_weight() -> None:
+    """Each term has a reduction, and one returns its weight."""
 
     def fun(p: Any, batch: Any) -> Any:
         return {"tokens": (token_sum(p, batch), count_tokens(batch)), "rows": balance(p, batch)}
@@ -52,8 +52,8 @@ def test_a_sum_beside_a_mean_with_a_returned_weight() -> None:
     assert_same(got, whole(sum_of_terms, p, batch))
 
 
-def test_the_sum_of_both_declared_as_one_is_another_loss() -> None:
-    """The premise of this file: neither weight is right for both."""
+def test_one_weight_for_the_sum_of_both_is_wrong() -> None:
+    """Premise of this file: neither weight is right for both terms."""
     p, batch = params(), texts([4, 1, 3, 1, 1, 1, 1, 4, 2, 1])
     for weight in (count_tokens, None):
         call = value_and_grad(sum_of_terms, microbatch_size=3, weight=weight, check=False)
@@ -61,7 +61,7 @@ def test_the_sum_of_both_declared_as_one_is_another_loss() -> None:
             assert_same(jax.jit(call)(p, batch), whole(sum_of_terms, p, batch), 1e-3)
 
 
-def test_aux_state_and_keys_come_along() -> None:
+def test_aux_state_and_keys_with_several_terms() -> None:
     def fun(p: Any, batch: Any, state: Any, key: Any) -> Any:
         kept = jax.random.bernoulli(key, 0.5, p["v"].shape)
         p = {**p, "v": p["v"] * kept}
@@ -83,7 +83,7 @@ def test_aux_state_and_keys_come_along() -> None:
     assert_same((loss, gradient), jax.jit(jax.value_and_grad(by_hand))(p))
 
 
-def test_a_term_without_weight_is_no_part_of_the_loss() -> None:
+def test_a_term_of_weight_zero_adds_nothing() -> None:
     p, batch = params(), texts([0, 0, 0, 0])
     call = jax.jit(value_and_grad(two_terms, microbatch_size=2, stats=True, **DECLARED))
     loss, gradient, stats = call(p, batch)
@@ -99,7 +99,7 @@ def test_a_term_without_weight_is_no_part_of_the_loss() -> None:
 
 
 def test_bfloat16_losses_are_weighted_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 the weights 1 / 181 and 1 / 543 would be rounded, by 0.1 to 0.2 %."""
+    """Rounding to bfloat16 would change the weights 1 / 181 and 1 / 543 by 0.1 to 0.2 %."""
     p, batch = jnp.ones(2, jnp.float32), jnp.ones((181, 2), jnp.bfloat16)
 
     def fun(p: Any, batch: Any) -> Any:
@@ -112,7 +112,9 @@ def test_bfloat16_losses_are_weighted_in_float32(monkeypatch: pytest.MonkeyPatch
     assert gradient.dtype == jnp.float32
     assert jnp.abs(gradient - jnp.array([1, 1 / 3])).max() < 1e-5
     monkeypatch.setattr(terms, "Plan", lambda totals, apart: plan_of_terms(totals, apart=False))
-    assert jnp.abs(call(p, batch)[1] - jnp.array([1, 1 / 3])).max() > 5e-4, "a mutant: one backward for both"
+    assert jnp.abs(call(p, batch)[1] - jnp.array([1, 1 / 3])).max() > 5e-4, (
+        "the mutant: one backward for both terms"
+    )
 
 
 def test_terms_on_an_axis_of_devices() -> None:
@@ -124,7 +126,7 @@ def test_terms_on_an_axis_of_devices() -> None:
 
 
 def test_the_loop_has_one_backward() -> None:
-    """Without weights that may be 0 nothing is differentiated twice."""
+    """If no weight can be 0, the loop differentiates only once."""
 
     def rows_only(p: Any, batch: Any) -> Any:
         return {"a": balance(p, batch), "b": jnp.mean(batch["x"] @ p["w"])}
@@ -196,7 +198,7 @@ def test_each_term_is_checked(name: str, jitted: bool) -> None:
     ],
     ids=str,
 )
-def test_options_that_cannot_be(options: Any, message: str) -> None:
+def test_invalid_options(options: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         value_and_grad(two_terms, microbatch_size=3, **options)
 
@@ -217,13 +219,13 @@ def test_options_that_cannot_be(options: Any, message: str) -> None:
         (two_sums, {"weight": "returned", "reduction": "sum", "noise": True}, InputError, "several losses"),
     ],
 )
-def test_functions_that_return_something_else(fun: Any, options: Any, error: Any, message: str) -> None:
+def test_functions_with_a_wrong_return_value(fun: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         value_and_grad(fun, **({"microbatch_size": 3} | options))(params(), texts(FULL))
 
 
 def test_a_stream_of_micro_batches_takes_one_weight() -> None:
-    """The optimizer gets one gradient: its terms cannot be divided any more."""
+    """The optimizer receives one gradient, whose terms cannot be divided separately."""
     p = params()
     optimizer = multi_steps(optax.sgd(1.0), every=2)
     with pytest.raises(InputError, match=r"not one number\. .*value_and_grad"):

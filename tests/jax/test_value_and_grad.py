@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """`superbatch.jax.value_and_grad` against `jax.value_and_grad` of the whole batch, in float64."""
 
@@ -50,7 +50,7 @@ def test_tails_of_every_length(samples: int) -> None:
     ],
     ids=str,
 )
-def test_every_split_gives_the_whole_batch(options: Any) -> None:
+def test_every_split_gives_the_gradient_of_the_batch(options: Any) -> None:
     checks.tail(11, **options)
 
 
@@ -61,7 +61,7 @@ def test_any_lengths(microbatch_size: int, layout: Any) -> None:
     )
     theirs = jax.jit(jax.value_and_grad(token_mean))
 
-    @given(st.lists(st.integers(0, 4), min_size=9, max_size=9).filter(any))  # one shape: compiled once
+    @given(st.lists(st.integers(0, 4), min_size=9, max_size=9).filter(any))  # one shape, compiled once
     @settings(max_examples=30)
     def hold(lengths: list[int]) -> None:
         batch = texts(lengths)
@@ -82,7 +82,7 @@ def test_the_returned_weight() -> None:
     assert_same(got, checks.whole(token_mean, p, batch))
 
 
-def test_sums() -> None:
+def test_losses_that_are_sums() -> None:
     p, batch = params(), texts(checks.LENGTHS)
     got = value_and_grad(token_sum, microbatch_size=3, weight=count_tokens, reduction="sum")
     assert_same(jax.jit(got)(p, batch), checks.whole(token_mean, p, batch))
@@ -101,7 +101,9 @@ def test_a_microbatch_that_is_not_finite_is_left_out(where: str) -> None:
     p, batch = params(), rows(11)
     batch[where] = batch[where].at[5].set(jnp.nan)
     options: Any = {"microbatch_size": 4, "layout": "contiguous", "stats": True}
-    assert jnp.isnan(jax.jit(value_and_grad(mse, **options))(p, batch)[0]), "the premise: it is in the loss"
+    assert jnp.isnan(jax.jit(value_and_grad(mse, **options))(p, batch)[0]), (
+        "the premise: the NaN reaches the loss"
+    )
     skipping = jax.jit(value_and_grad(mse, nonfinite="skip_microbatch", **options))
     *got, stats = skipping(p, batch)
     rest = jax.tree.map(lambda leaf: jnp.concatenate([leaf[:4], leaf[8:]]), batch)
@@ -122,7 +124,7 @@ def test_a_large_weight_does_not_overflow_float16() -> None:
 
 
 def test_weights_are_counted_beyond_float32() -> None:
-    """2**24 and 200 more: a float32 counter would stop."""
+    """The total is 2**24 + 200; a float32 counter would stop at 2**24."""
     p, batch = params(np.float32), rows(201)
     weights = jnp.ones(201, jnp.float32).at[0].set(2**24)
     with jax.enable_x64(new_val=False):
@@ -139,11 +141,11 @@ def test_weights_are_counted_beyond_float32() -> None:
     assert float(stats.weight) == 2**24 + 200
 
 
-def test_every_microbatch_has_a_key_of_its_own() -> None:
+def test_every_microbatch_has_its_own_key() -> None:
     checks.random_keys()
 
 
-def test_keys_may_be_a_tree_and_old_ones() -> None:
+def test_keys_may_be_a_tree_or_legacy_keys() -> None:
     def fun(p: Any, batch: Any, rngs: Any) -> Any:
         return mse(p, batch), jax.random.uniform(rngs["dropout"])
 
@@ -152,7 +154,7 @@ def test_keys_may_be_a_tree_and_old_ones() -> None:
     assert len(set(drawn[0].tolist())) == 3 and drawn[0].tolist() == drawn[1].tolist()
 
 
-def test_a_state_goes_from_one_microbatch_to_the_next() -> None:
+def test_each_microbatch_passes_its_state_to_the_next() -> None:
     def fun(p: Any, batch: Any, state: Any) -> Any:
         new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(batch["x"]), "seen": state["seen"] + 1}
         return token_mean(p, batch), (jnp.max(batch["x"]), new)
@@ -163,7 +165,7 @@ def test_a_state_goes_from_one_microbatch_to_the_next() -> None:
     got = jax.jit(value_and_grad(fun, weight=count_tokens, **options))
     (loss, (aux, after)), _ = got(p, batch, state)
     for part in checks.microbatches(batch, 1):
-        if count_tokens(part):  # an empty one leaves no trace
+        if count_tokens(part):  # an empty one does not change the state
             state = fun(p, part, state)[1][1]
     assert int(after["seen"]) == state["seen"] == 4
     np.testing.assert_allclose(after["mean"], state["mean"], rtol=1e-14)
@@ -215,8 +217,8 @@ def test_noise_goes_into_the_meter() -> None:
     assert "nearly all the weight" in str(meter.estimate().reason)
 
 
-def test_noise_costs_no_arithmetic_to_speak_of() -> None:
-    """The squares are two flops per parameter and micro-batch; the model takes hundreds."""
+def test_noise_needs_little_arithmetic() -> None:
+    """The squares need two flops per parameter and micro-batch, the model hundreds."""
     draw = np.random.default_rng(0).normal
     p = {"w": jnp.asarray(draw(size=(64, 64))), "b": jnp.zeros(64), "v": jnp.ones(64)}
     batch = {"x": jnp.asarray(draw(size=(256, 64))), "y": jnp.ones(256)}
@@ -230,7 +232,7 @@ def test_noise_costs_no_arithmetic_to_speak_of() -> None:
     assert flops[0] < flops[1] < 1.03 * flops[0]
 
 
-def test_it_is_compiled_once() -> None:
+def test_the_program_is_compiled_once() -> None:
     traced = []
 
     def fun(p: Any, batch: Any) -> Any:
@@ -247,7 +249,7 @@ def test_it_is_compiled_once() -> None:
     assert traced == first and call._cache_size() == 1
 
 
-def test_the_loop_is_one_body_whatever_its_length() -> None:
+def test_the_program_size_does_not_depend_on_the_number_of_microbatches() -> None:
     texts_of_programs = [
         jax.jit(value_and_grad(mse, microbatch_size=1)).lower(params(), rows(samples)).as_text()
         for samples in (4, 400)
@@ -256,7 +258,7 @@ def test_the_loop_is_one_body_whatever_its_length() -> None:
     assert found[0] == found[1] > 0
 
 
-def test_memory_is_that_of_a_microbatch() -> None:
+def test_peak_memory_is_that_of_a_microbatch() -> None:
     p, batch = params(), rows(4096)
     whole, ours = (
         jax.jit(call).lower(p, batch).compile().memory_analysis().temp_size_in_bytes
@@ -267,11 +269,11 @@ def test_memory_is_that_of_a_microbatch() -> None:
 
 
 @pytest.mark.parametrize("layout", ["strided", "contiguous"])
-def test_rows_of_aux_come_in_the_order_of_the_batch(layout: Any) -> None:
+def test_rows_of_aux_are_in_the_order_of_the_batch(layout: Any) -> None:
     checks.rows_of_aux(layout)
 
 
-def test_positions_and_keywords_are_those_of_jax() -> None:
+def test_positions_and_keywords_work_as_in_jax() -> None:
     def fun(a: Any, x: Any, b: Any, y: Any, *, power: int, shift: Any) -> Any:
         return jnp.mean((jnp.tanh(x["x"] @ a["w"] + a["b"]) @ b - y["y"] * y["scale"]) ** power + shift)
 
@@ -291,7 +293,7 @@ def test_complex_parameters() -> None:
     assert jnp.abs(got[1].imag).min() > 0, "the premise: there is an imaginary part"
 
 
-def test_a_negative_weight_is_seen() -> None:
+def test_a_negative_weight_gives_nan() -> None:
     got = value_and_grad(mse, microbatch_size=4, weight=lambda batch: jnp.min(batch["y"]), check=False)
     loss, gradient = jax.jit(got)(params(), rows(11))
     assert jnp.isnan(loss) and all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(gradient))
@@ -312,7 +314,7 @@ def test_a_negative_weight_is_seen() -> None:
     ],
     ids=str,
 )
-def test_options_that_cannot_be(options: Any, message: str) -> None:
+def test_invalid_options(options: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         value_and_grad(mse, **options)
 
@@ -342,7 +344,7 @@ def test_options_that_cannot_be(options: Any, message: str) -> None:
         (mse, {"weight": lambda b: b["y"].sum(dtype=jnp.bfloat16)}, InputError, "bfloat16 counts to 256"),
     ],
 )
-def test_calls_that_cannot_be(fun: Any, options: Any, error: Any, message: str) -> None:
+def test_invalid_calls(fun: Any, options: Any, error: Any, message: str) -> None:
     call = value_and_grad(fun, **({"microbatch_size": 4} | options))
     with pytest.raises(error, match=message):
         jax.eval_shape(call, params(), rows(11))

@@ -1,12 +1,12 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""An accumulating model beside its updates: callbacks, saving, memory, FlushTail."""
+"""Behaviour of an accumulating model: callbacks, saving, memory, FlushTail."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def case_the_users_model_is_not_changed() -> None:
     changed = {name for name, value in vars(model).items() if value is not before.get(name)}
     assert changed <= {"_called", "_default_save_signature"}, changed
     assert type(model).train_step is keras.Model.train_step and model.train_function is None
-    model.fit(X, Y, batch_size=21, verbose=0)  # and it trains as before
+    model.fit(X, Y, batch_size=21, verbose=0)  # it still trains
     assert int(model.optimizer.iterations) == 2
     again = accumulate(ours, microbatch_size=7)
     again.fit(X, Y, batch_size=21, verbose=0)
@@ -68,7 +68,7 @@ def case_the_users_model_is_not_changed() -> None:
     assert int(model.optimizer.iterations) == 3 and int(again.optimizer.iterations) == 1
 
 
-def case_what_it_saves_is_a_plain_model() -> None:
+def case_a_saved_model_is_a_plain_model() -> None:
     model = dense(keras.optimizers.Adam(0.1))
     ours = accumulate(model, microbatch_size=4)
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +90,7 @@ def case_what_it_saves_is_a_plain_model() -> None:
         assert_same(values(other.weights), values(model.weights), bound=0.0)
 
 
-def case_what_is_made_of_its_config_is_a_plain_model() -> None:
+def case_a_model_from_its_config_is_a_plain_model() -> None:
     for model in (dense(), keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])):
         model.compile(SGD(0.1), loss="mse")
         ours = accumulate(model, microbatch_size=4)
@@ -101,12 +101,12 @@ def case_what_is_made_of_its_config_is_a_plain_model() -> None:
 
 
 def case_no_second_copy_of_the_batch() -> None:
-    """Compiled for JAX, an update needs the batch, and beside it what a micro-batch needs."""
-    if helpers.BACKEND != "jax":  # on TensorFlow and torch a micro-batch is cut out when its turn comes
+    """A compiled update on JAX needs the memory of the batch and of one micro-batch."""
+    if helpers.BACKEND != "jax":  # TensorFlow and torch slice each micro-batch when it is needed
         return
     import jax
 
-    for rows in (64, 60):  # of one size, and of two
+    for rows in (64, 60):  # micro-batches of one size, and of two sizes
         x = np.zeros((rows, 4096))
         model = keras.Sequential([keras.Input((4096,)), keras.layers.Dense(1)])
         model.compile(SGD(0.1), loss="mse")
@@ -116,12 +116,14 @@ def case_no_second_copy_of_the_batch() -> None:
         kinds = ("trainable", "non_trainable", "optimizer", "metrics")
         state = ours._get_jax_state(**{f"{kind}_variables": True for kind in kinds})
         compiled = jax.jit(ours.train_step).lower(state, (x, x[:, :1])).compile()
-        assert compiled.memory_analysis().argument_size_in_bytes > x.nbytes, "the premise: it has the batch"
+        assert compiled.memory_analysis().argument_size_in_bytes > x.nbytes, (
+            "the premise: its arguments include the batch"
+        )
         assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes / 2
 
 
 def case_rows_of_a_distributed_batch() -> None:
-    """They are not taken by their numbers, which would bring all of them to every device."""
+    """Micro-batches are slices: a gather by row indices would copy all rows to every device."""
     if helpers.BACKEND != "jax":
         return
     devices = keras.distribution.list_devices()[:1]
@@ -132,22 +134,22 @@ def case_rows_of_a_distributed_batch() -> None:
         keras.distribution.set_distribution(None)
 
 
-def watched(owner: Any, name: str, which: Any, seen: list[Any]) -> Any:
-    """A function that notes, weakly, what `which` finds in a call of it; and what undoes this."""
+def patch_to_record(owner: Any, name: str, which: Any, seen: list[Any]) -> Any:
+    """Patch a function to record weak references to `which` of each call; return a function to undo it."""
     right = getattr(owner, name)
 
-    def watching(*arguments: Any) -> Any:
+    def recording(*arguments: Any) -> Any:
         result = right(*arguments)
         seen.append(weakref.ref(which(result, *arguments)))
         return result
 
-    setattr(owner, name, watching)
+    setattr(owner, name, recording)
     return lambda: setattr(owner, name, right)
 
 
 def case_batches_and_predictions_are_freed() -> None:
-    """When Keras' loop goes on to load the next batch, even if Python's collector did not come by."""
-    if helpers.BACKEND != "torch":  # the others compile, and hold neither
+    """Both are freed before Keras loads the next batch, even without Python's garbage collector."""
+    if helpers.BACKEND != "torch":  # the others compile, and keep neither
         return
     from superbatch.keras import forward, step_torch
 
@@ -155,8 +157,8 @@ def case_batches_and_predictions_are_freed() -> None:
     batches: list[Any] = []
     most: list[int] = []
     undo = [
-        watched(forward, "predictions", lambda result, *_: result, predictions),
-        watched(step_torch, "train_step", lambda _, *given: given[-1][0], batches),
+        patch_to_record(forward, "predictions", lambda result, *_: result, predictions),
+        patch_to_record(step_torch, "train_step", lambda _, *given: given[-1][0], batches),
     ]
 
     def alive(refs: list[Any]) -> int:
@@ -174,14 +176,14 @@ def case_batches_and_predictions_are_freed() -> None:
         gc.enable()
         for each in undo:
             each()
-    assert len(batches) == 9 and len(predictions) > 30, "the premise: both were seen"
+    assert len(batches) == 9 and len(predictions) > 30, "the premise: both were recorded"
     assert not any(most), most
-    trained = loss.seen[-3 * (4 + 4 + 3) :]  # the check of the first batch holds a few rows in several parts
+    trained = loss.seen[-3 * (4 + 4 + 3) :]  # the check of the first batch keeps a few rows
     assert max(trained) == 1, loss.seen
 
 
 class Counting(keras.losses.MeanSquaredError):
-    """Counts what there is whenever it is computed."""
+    """Loss that calls `count` and records its result in each call."""
 
     def __init__(self, count: Any) -> None:
         super().__init__()
@@ -192,7 +194,7 @@ class Counting(keras.losses.MeanSquaredError):
         return super().call(y_true, y_pred)
 
 
-def case_mutants_that_hold_batches_and_predictions() -> None:
+def case_mutants_that_keep_batches_and_predictions() -> None:
     if helpers.BACKEND != "torch":
         return
     from superbatch.keras import step_torch
@@ -224,13 +226,13 @@ def case_flush_tail() -> None:
         np.abs(array(a) - array(b)).max()
         for a, b in zip(left.trainable_variables, whole.trainable_variables, strict=True)
     ]
-    assert max(errors) > 1e-3, "the premise: without it, something is left out"
+    assert max(errors) > 1e-3, "the premise: without it, rows are left out"
     want = "Give the optimizer gradient_accumulation_steps="
     plain = dense()
     helpers.raises(helpers.OptimizerError, want, lambda: plain.fit(X, Y, callbacks=[FlushTail()], verbose=0))
 
 
-def case_flush_tail_validates_what_it_made() -> None:
+def case_flush_tail_validates_after_its_update() -> None:
     model = dense(SGD(0.3, gradient_accumulation_steps=4))
     history = model.fit(
         X[:6], Y[:6], batch_size=1, validation_data=(X, Y), shuffle=False, verbose=0, callbacks=[FlushTail()]

@@ -1,14 +1,14 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""A micro-batch of which one loss counts nothing, 0 / 0, while another term goes on: the batch's update.
+"""A micro-batch with weight 0 for one loss (0 / 0) but not for another term gives the update of the batch.
 
-In float64 to 1e-12 on every backend: the models compute with the backend's own `matmul`.
+The bound is 1e-12 in float64 on every backend: the models use the backend's own `matmul`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.keras.helpers import LABELS, TOKENS, X, Y, array, compare, cross_entr
 EXACT = 1e-12
 SGD = keras.optimizers.SGD
 PADDED = Y.copy()
-PADDED[helpers.SECOND] = -1  # 0 / 0 in this micro-batch
+PADDED[helpers.SECOND] = -1  # this micro-batch has no target: 0 / 0
 STATED = {"loss_weight": count_known}
 
 
@@ -54,7 +54,7 @@ class Linear(keras.layers.Layer):
 
 
 def penalised(loss: Any = None, optimizer: Any = None, *, penalty: float = 0.1, **compiled: Any) -> Any:
-    """A model with an `add_loss` beside its loss."""
+    """Return a model with an `add_loss` beside its loss."""
     keras.utils.set_random_seed(1)
     inputs = keras.Input((3,))
     hidden = native_softsign(Linear(4, penalty)(inputs))
@@ -68,7 +68,7 @@ def native_softsign(x: Any) -> Any:
 
 
 def assert_premise(y: Any) -> None:
-    """A micro-batch counts nothing, and what it would say by itself is NaN, as is the gradient of that."""
+    """Assert that a micro-batch has weight 0, so that its own loss and gradient are NaN."""
     with np.errstate(invalid="ignore"):
         known = (y[helpers.SECOND] > -1).sum()
         assert known == 0 and np.isnan(np.float64(0) / known) and (y > -1).any()
@@ -80,7 +80,7 @@ def case_beside_an_add_loss() -> None:
 
 
 def case_beside_an_activity_regularizer() -> None:
-    """Of which Keras makes float32 on torch."""
+    """The bound is looser on torch, where Keras computes the regularizer in float32."""
     compare(lambda: dense(loss=Halving(), activity_regularizer="l2"), y=PADDED, options=STATED)
 
 
@@ -95,7 +95,7 @@ def case_beside_an_add_loss_with_a_scaled_loss() -> None:
 
 
 def two_outputs(first: Any, second: Any, **compiled: Any) -> Any:
-    """Two outputs of one hidden layer: a wrong gradient of the one reaches what the other learns."""
+    """Return a model with two outputs of one hidden layer: a wrong gradient of one affects the other."""
     keras.utils.set_random_seed(1)
     inputs = keras.Input((3,))
     hidden = native_softsign(Linear(4)(inputs))
@@ -127,8 +127,8 @@ def case_beside_another_output() -> None:
         )
 
 
-def case_beside_a_mask_that_counts_something_else() -> None:
-    """The tokens of the one output have a mask; the number of the other is stated: each its own divisor."""
+def case_beside_a_mask_with_another_divisor() -> None:
+    """One output has a mask of tokens, the other a declared weight: two divisors."""
 
     def build() -> Any:
         keras.utils.set_random_seed(1)
@@ -159,14 +159,14 @@ def case_beside_a_mask_that_counts_something_else() -> None:
 
 
 class Nothing(keras.losses.Loss):
-    """What the loss of a batch without targets is in the limit of no weight: nothing."""
+    """Loss of a batch without targets: 0."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         return ops.sum(y_pred, axis=-1) * 0
 
 
-def case_a_window_that_counts_nothing() -> None:
-    """All of it is 0 / 0; the other term makes its update alone."""
+def case_a_window_of_weight_zero() -> None:
+    """The loss is 0 / 0 in every micro-batch; only the other term updates the model."""
     nothing = np.full_like(Y, -1.0)
     expected = penalised(Nothing())
     expected.fit(X, nothing, batch_size=21, epochs=2, shuffle=False, verbose=0)
@@ -180,7 +180,7 @@ def case_a_window_that_counts_nothing() -> None:
     assert np.isfinite(history["loss"]).all() and int(model.optimizer.iterations) == 2
 
 
-def case_a_window_that_counts_nothing_and_no_other_term() -> None:
+def case_a_window_of_weight_zero_without_another_term() -> None:
     model = penalised(penalty=0.0)
     start = helpers.values(model.weights)
     accumulate(model, microbatch_size=5, **STATED).fit(X, np.full_like(Y, -1.0), batch_size=21, verbose=0)
@@ -188,8 +188,8 @@ def case_a_window_that_counts_nothing_and_no_other_term() -> None:
     assert int(model.optimizer.iterations) == 0
 
 
-def case_the_spoilt_microbatch_is_still_seen() -> None:
-    """Only what counts nothing is left out: NaN in what counts is in the update."""
+def case_nan_in_a_counted_row_reaches_the_update() -> None:
+    """Only rows of weight 0 are left out: a NaN in a row with weight is in the update."""
     y = Y.copy()
     y[6] = np.nan
     for loss, options in ((Halving(), {"loss_weight": lambda x, y, w: ops.shape(y)[0]}), ("mse", {})):
@@ -200,7 +200,7 @@ def case_the_spoilt_microbatch_is_still_seen() -> None:
 
 def case_mutant_zero_times_nan_beside_another_term() -> None:
     def eagerly() -> None:
-        """Compiled, XLA may make 0 of 0 x NaN."""
+        """Run eagerly: compiled by XLA, 0 x NaN may be 0."""
         build = lambda: penalised(run_eagerly=True)  # noqa: E731
         compare(build, y=PADDED, epochs=1, options=STATED, bound=EXACT)
 

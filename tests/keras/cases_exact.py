@@ -1,12 +1,12 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""An update in micro-batches is the update of the whole batch: optimizers, losses, masks, weights."""
+"""An update in micro-batches equals the update of the whole batch: optimizers, losses, masks, weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def case_class_weights_and_accuracy() -> None:
 
 
 def case_masked_tokens() -> None:
-    # On JAX Keras' own train step loses the mask of what it hands to the metrics (`evaluate` does not).
+    # On JAX Keras' own train step passes no mask to the metrics (`evaluate` does).
     metrics = {} if helpers.BACKEND == "jax" else {"metrics": ["accuracy"]}
     compare(lambda: text(cross_entropy(), **metrics), TOKENS, LABELS, microbatch_size=2, batch_size=14)
 
@@ -79,7 +79,7 @@ def case_masked_tokens_sample_weights_and_clip() -> None:
 
 
 def case_masked_tokens_beside_a_regularizer() -> None:
-    """Two means over different things: the tokens are counted first."""
+    """A mean over tokens plus a mean over rows; the tokens are counted first."""
 
     def build() -> Any:
         keras.utils.set_random_seed(1)
@@ -95,13 +95,13 @@ def case_masked_tokens_beside_a_regularizer() -> None:
 
 def case_a_mean_over_sample_weights() -> None:
     loss = lambda: helpers.SquaredError(reduction="mean_with_sample_weight")  # noqa: E731
-    weights = WEIGHTS * (np.arange(21) > 4)  # a micro-batch that counts nothing
+    weights = WEIGHTS * (np.arange(21) > 4)  # one micro-batch has weight 0
     assert not weights[:5].any()
     compare(lambda: dense(loss=loss()), sample_weight=weights)
 
 
 def case_sequences_of_one_feature() -> None:
-    """Of which TensorFlow does not know the shape of a gradient while it traces."""
+    """TensorFlow does not know the shape of one gradient at tracing."""
 
     def build() -> Any:
         keras.utils.set_random_seed(1)
@@ -126,7 +126,7 @@ def case_an_ignored_class() -> None:
 
 
 def several(**compiled: Any) -> Any:
-    """Inputs and outputs by name; one output has a mask, one has none."""
+    """Return a model with named inputs and outputs; one output has a mask, one has none."""
     keras.utils.set_random_seed(1)
     tokens, features = keras.Input((5,), dtype="int32", name="tokens"), keras.Input((3,), name="features")
     hidden = helpers.Lookup()(tokens)
@@ -158,7 +158,7 @@ def case_losses_of_several_outputs_in_the_history() -> None:
 
 
 class Halving(keras.losses.Loss):
-    """A loss that returns one number: the mean over targets that are no padding."""
+    """Loss that returns one number: the mean over targets that are not padding."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         known = ops.cast(y_true > -1, y_pred.dtype)
@@ -176,13 +176,13 @@ def case_a_loss_that_returns_one_number() -> None:
 
 
 def case_a_loss_of_each_element() -> None:
-    """Not one number for each row, but so many for each."""
+    """The loss returns several numbers for each row."""
     elements = lambda y_true, y_pred: ops.reshape((y_true - y_pred) ** 2, (-1,))  # noqa: E731
     compare(lambda: dense(loss=elements))
 
 
 class Own(keras.Model):
-    """A model with a loss, and a layer, of its own."""
+    """Model with its own `compute_loss` and its own layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Own(keras.Model):
         return ops.sum((y_pred - y) ** 2) / rows + sum(self.losses)
 
 
-def case_a_compute_loss_of_its_own() -> None:
+def case_an_own_compute_loss() -> None:
     def build() -> Any:
         keras.utils.set_random_seed(1)
         model = Own()
@@ -233,7 +233,7 @@ def case_weights_without_a_gradient_and_frozen_layers() -> None:
 
     assert len(build().trainable_variables) == 3, "the premise: one of them is unused"
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Gradients do not exist")  # Keras says so of the whole batch, too
+        warnings.filterwarnings("ignore", "Gradients do not exist")  # Keras warns for the whole batch too
         ours = compare(build, moves=False)
     assert helpers.array(ours.trainable_variables[0]).tolist() == [1.0, 1.0]
 
@@ -257,7 +257,7 @@ def case_a_model_that_is_built_by_fit() -> None:
 
 
 class Inferring(keras.Model):
-    """A model whose own `call` has its BatchNormalization infer, also in `fit`."""
+    """Model whose `call` uses BatchNormalization in inference mode, also in `fit`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def inferring() -> Any:
 
 
 def graph_with(layer: Any, **call: Any) -> Any:
-    """A functional model that begins with a layer, called with these arguments while the model is built."""
+    """Return a functional model whose first layer is called with these arguments."""
     keras.utils.set_random_seed(1)
     inputs = keras.Input((3,))
     model = keras.Model(inputs, keras.layers.Dense(2)(layer(inputs, **call)))
@@ -290,8 +290,8 @@ def graph_with(layer: Any, **call: Any) -> Any:
     return model
 
 
-def case_batchnorm_that_infers() -> None:
-    # On JAX these layers cast to float32, so that the gradients of their own weights are sums in float32.
+def case_batchnorm_in_inference_mode() -> None:
+    # On JAX these layers cast to float32, so the gradients of their weights are sums in float32.
     bound = 1e-6 if helpers.BACKEND == "jax" else helpers.BOUND
     compare(inferring, options={"batchnorm": "per_microbatch"}, bound=bound)
 
@@ -305,7 +305,7 @@ def case_batchnorm_that_infers() -> None:
     compare(lambda: graph_with(keras.layers.GroupNormalization(1)), bound=bound)
 
 
-def case_batchnorm_of_a_graph_trains_though_called_with_false() -> None:
+def case_batchnorm_of_a_functional_model_trains_despite_training_false() -> None:
     """`fit` runs a functional model with training=True, which replaces the False given to the layer."""
 
     def build() -> Any:
@@ -325,4 +325,6 @@ def case_batchnorm_of_a_graph_trains_though_called_with_false() -> None:
     bound = 1e-6 if helpers.BACKEND == "jax" else helpers.BOUND  # the layer computes in float32 on JAX
     assert np.abs(means - moved).max() < bound * np.abs(moved).max()
     kernels = [helpers.array(each.layers[-1].kernel) for each in (whole, model)]
-    assert np.abs(kernels[0] - kernels[1]).max() > 1e-4, "samples are normalised by their micro-batch"
+    assert np.abs(kernels[0] - kernels[1]).max() > 1e-4, (
+        "BatchNormalization uses statistics of the micro-batch"
+    )

@@ -1,12 +1,12 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Wrong ways to accumulate, each of which a case of the other files must reject."""
+"""Wrong accumulation: a case of the other files must reject each mutant."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from tests.keras import cases_exact, cases_numbers, helpers
 
 
 def rejects(owner: Any, name: str, wrong: Any, case: Callable[[], None]) -> None:
-    """The case fails with the wrong function in place of the right one."""
+    """Assert that the case fails with the wrong function in place of the right one."""
     right = getattr(owner, name)
     setattr(owner, name, wrong)
     try:
         case()
-    except (AssertionError, CoupledSamplesError, LossSpecError):  # the check of the first batch rejects, too
+    except (
+        AssertionError,
+        CoupledSamplesError,
+        LossSpecError,
+    ):  # the check of the first batch may reject it too
         return
     finally:
         setattr(owner, name, right)
@@ -54,7 +58,7 @@ def case_mutant_zero_times_nan() -> None:
     y[helpers.SECOND] = -1
 
     def eagerly() -> None:
-        """Compiled, XLA happens to make 0 of 0 x NaN here."""
+        """Run eagerly: compiled by XLA, 0 x NaN is 0 here."""
         model = lambda: helpers.dense(loss=cases_exact.Halving(), compiled={"run_eagerly": True})  # noqa: E731
         helpers.compare(model, y=y, epochs=1, options={"loss_weight": cases_exact.count_known})
 
@@ -73,9 +77,9 @@ def case_mutant_sums_in_bfloat16() -> None:
     )
 
 
-def case_mutant_batches_that_count_nothing_update() -> None:
+def case_mutant_batches_of_weight_zero_update() -> None:
     always = lambda sums, plan: ops.any(sums == sums)  # noqa: E731
-    rejects(window, "counts", always, cases_numbers.case_a_batch_that_counts_nothing)
+    rejects(window, "counts", always, cases_numbers.case_a_batch_of_weight_zero)
 
 
 def case_mutant_moving_statistics_of_the_last_microbatch() -> None:

@@ -1,5 +1,5 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
@@ -37,7 +37,7 @@ SGD = keras.optimizers.SGD
 
 
 class Draw(keras.layers.Layer):
-    """Multiplies by a number that is drawn once for each call."""
+    """Multiply by a random number drawn once per call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def case_batchnorm() -> None:
     ours.fit(x, Y, batch_size=21, epochs=2, verbose=0, shuffle=False)
     moving = [values(each.get_layer("norm").non_trainable_variables) for each in (model, whole)]
     start = {name: np.zeros_like(value) for name, value in moving[1].items()}
-    # The inputs of this layer are the data, so that its moving statistics are those of the whole batch.
+    # The inputs of this layer are the data, so its moving statistics equal those of the whole batch.
     assert_same(*moving, start, bound=max(helpers.BOUND, 1e-6 if helpers.BACKEND == "jax" else 0))
     kernels = [array(each.layers[-1].kernel) for each in (model, whole)]
     assert np.abs(kernels[0] - kernels[1]).max() > 1e-4, "the premise: it normalised by micro-batches"
@@ -98,7 +98,7 @@ def case_frozen_batchnorm_is_exact() -> None:
     compare(lambda: normed(trainable=False))
 
 
-def case_a_batch_that_counts_nothing() -> None:
+def case_a_batch_of_weight_zero() -> None:
     model = text(cross_entropy(), SGD(0.5, momentum=0.9))
     ours = accumulate(model, microbatch_size=4)
     ours.train_on_batch(TOKENS, LABELS)
@@ -138,7 +138,7 @@ def case_mixed_float16() -> None:
     assert float(ours.optimizer.dynamic_scale) == scale / 2
 
 
-def case_mixed_float16_counts_tokens_before() -> None:
+def case_mixed_float16_counts_tokens_without_overflow() -> None:
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("mixed_float16")
     ours = compare(
@@ -150,7 +150,7 @@ def case_mixed_float16_counts_tokens_before() -> None:
         history=False,
         batch_size=14,
     )
-    assert int(ours.optimizer.iterations) == 2, "no update was left out for an overflow"
+    assert int(ours.optimizer.iterations) == 2, "an update was skipped because of an overflow"
 
 
 def case_sums_of_bfloat16_are_float32() -> None:
@@ -171,7 +171,7 @@ def case_compiled_or_eagerly() -> None:
     whole = dense()
     whole.fit(X, Y, batch_size=8, epochs=1, shuffle=False, verbose=0)
     ways: list[dict[str, Any]] = [{"run_eagerly": True}]
-    if helpers.BACKEND != "torch":  # there it asks for a C++ compiler
+    if helpers.BACKEND != "torch":  # torch would need a C++ compiler
         ways += [{"jit_compile": helpers.BACKEND == "tensorflow"}, {"steps_per_execution": 2}]
     for way in ways:
         model = dense(compiled=way)
@@ -182,7 +182,7 @@ def case_compiled_or_eagerly() -> None:
 
 
 def case_a_sparse_gradient() -> None:
-    """Slices on TensorFlow; with momentum Keras' own update of them is right."""
+    """Gradients are slices on TensorFlow; with momentum Keras updates them correctly."""
 
     def build() -> Any:
         keras.utils.set_random_seed(1)

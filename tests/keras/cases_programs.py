@@ -1,14 +1,14 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""A table of programs, each against Keras' own fit of the whole batch: exact, or refused by name.
+"""A table of programs, each compared with Keras' own fit of the whole batch: exact, or refused.
 
-What is refused by its numbers is shown to be wrong without the check: a refusal is no false alarm.
+A program refused by the check must be wrong without the check, so that no error is a false alarm.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ SIZE = 4
 
 
 def exact(program: Program, *, in_float32: bool = False) -> None:
-    # Several of Keras' own losses and layers compute in float32 on JAX and torch, whatever they are given.
+    # Several losses and layers of Keras compute in float32 on JAX and torch for any input dtype.
     bound = None if helpers.BACKEND == "tensorflow" and not in_float32 else 5e-6
     same = {"options": program.options, "bound": bound, "moves": False, "microbatch_size": SIZE}
     compare(program.build, program.x, program.y, **same, **(FIT | program.fit))
 
 
 def difference(program: Program) -> float:
-    """The largest difference from the whole batch, relative to the largest movement, without the check."""
+    """Return the largest difference from the whole batch without the check, relative to the update."""
     whole, model = program.build(), program.build()
     start = helpers.values(whole.trainable_variables)
     whole.fit(program.x, program.y, **(FIT | program.fit))
@@ -93,7 +93,7 @@ EXACT_LOSSES = {
     losses.CategoricalFocalCrossentropy: SHARES,
     losses.SparseCategoricalCrossentropy: LABELS,
     losses.CategoricalGeneralizedCrossEntropy: LABELS,
-    losses.CTC: None,  # in a case of its own
+    losses.CTC: None,  # in its own case
     losses.Dice: BINARY,  # with an axis for each sample
     losses.Tversky: BINARY,
 }
@@ -104,7 +104,7 @@ def with_loss(loss: Any, y: Any, **options: Any) -> Program:
     return Program(lambda: mlp(loss=loss, activation="sigmoid"), y=y, **options)
 
 
-def case_every_loss_of_keras_is_decided() -> None:
+def case_every_loss_of_keras_is_in_the_table() -> None:
     known = {
         each
         for each in vars(losses).values()
@@ -127,11 +127,11 @@ def case_ctc() -> None:
         return programs.functional(inputs, layers.Dense(4)(inputs), losses.CTC())
 
     labels = np.tile([[1, 2], [3, 1], [2, 2]], (ROWS // 3, 1))
-    exact(Program(build, programs.SEQUENCES, labels), in_float32=True)  # as TensorFlow's own does
+    exact(Program(build, programs.SEQUENCES, labels), in_float32=True)  # as TensorFlow's CTC does
 
 
 def case_losses_of_keras_that_are_refused_by_name() -> None:
-    """Also with a weight, and without the check."""
+    """They are refused also with a weight and without the check."""
     circle = "compares each row with all other rows of the batch, but a micro-batch has only some of them"
     for check in (True, False):
         for options in ({}, BY_ROWS):
@@ -184,10 +184,10 @@ def case_layers_that_couple_rows() -> None:
 
 
 def case_as_many_columns_as_rows() -> None:
-    """Shapes that differ between parts are named, and are no error of the framework."""
+    """Shapes that depend on the micro-batch give an error of superbatch, not of the framework."""
     refused(Program(programs.attending), CoupledSamplesError, "The output of Scores ")
     scored = Program(lambda: programs.attending(programs.among_the_batch))
-    for size in (4, 5):  # equal parts, and unequal ones
+    for size in (4, 5):  # equal micro-batches, and unequal ones
         ours = accumulate(scored.build(), microbatch_size=size)
         words = "The loss 'among_the_batch' of a row depends on the other rows of the batch: it is "
         raises(CoupledSamplesError, words, lambda ours=ours: ours.fit(scored.x, scored.y, **FIT))
@@ -240,8 +240,8 @@ def case_models_that_are_exact() -> None:
     exact(Program(lambda: mlp(loss=[losses.Huber()], loss_weights=[0.5])))
 
 
-def case_random_layers_are_no_coupling() -> None:
-    """They are trained; that their draws differ is tested in `cases_numbers`."""
+def case_random_layers_are_not_called_coupled() -> None:
+    """Random layers train; `cases_numbers` tests that their draws differ."""
     for build, x in (
         (lambda: mlp(lambda: layers.Dropout(0.5)), X),
         (lambda: mlp(lambda: layers.GaussianNoise(0.1), lambda: layers.AlphaDropout(0.2)), X),
@@ -268,7 +268,7 @@ def case_batchnorm_per_microbatch_is_accepted() -> None:
     refused(centred, CoupledSamplesError, "The output of Centre ")
 
 
-def case_a_layer_that_each_forward_changes() -> None:
+def case_a_layer_whose_state_changes_in_each_forward() -> None:
     words = "rows at once leave another value than micro-batches of"
     program = Program(lambda: mlp(programs.Counts))
     refused(program, InputError, words, wrong=False)
@@ -277,7 +277,7 @@ def case_a_layer_that_each_forward_changes() -> None:
         model = program.build()
         accumulate(model, microbatch_size=size, check=False).fit(X, Y, **FIT)
         states.append(helpers.array(model.non_trainable_variables[0]))
-    assert np.abs(states[0] - states[1]).max() > 1e-3, "the premise: the state is another without the check"
+    assert np.abs(states[0] - states[1]).max() > 1e-3, "the premise: the state differs without the check"
     exact(Program(lambda: mlp(programs.SetsAConstant)))
 
 
@@ -288,7 +288,7 @@ def case_losses_that_couple_rows() -> None:
 
 
 def case_pairs_of_neighbours() -> None:
-    """Exact where a micro-batch has whole pairs; on JAX it has every k-th row."""
+    """Exact if micro-batches contain whole pairs; on JAX they contain every k-th row."""
     neighbours = with_loss(programs.pairs, Y)
     if helpers.BACKEND == "jax":
         refused(neighbours, CoupledSamplesError, "The loss 'pairs' of a row depends on the other rows")
@@ -319,7 +319,7 @@ def case_an_overridden_compute_loss() -> None:
     refused(none, LossSpecError, "or pass the divisor: loss_weight=", wrong=False)
 
 
-def case_add_loss_that_is_no_mean_over_rows() -> None:
+def case_an_add_loss_that_is_not_a_mean_over_rows() -> None:
     masked = lambda x: ops.sum(ops.relu(x)) / ops.sum(ops.cast(x > 0, x.dtype))  # noqa: E731
     for function, words in (
         (lambda x: 0.1 * ops.sum(x**2), "It is a sum over rows: divide it by the number of rows"),
@@ -355,7 +355,7 @@ def case_the_loss_is_changed_after_accumulate() -> None:
 
 
 def case_ragged_batches() -> None:
-    if helpers.BACKEND != "tensorflow":  # the others have none
+    if helpers.BACKEND != "tensorflow":  # the others have no ragged tensors
         return
     import tensorflow as tf
 
@@ -369,7 +369,7 @@ def case_ragged_batches() -> None:
 
 
 def case_mutant_no_shift_of_the_weights() -> None:
-    """A branch whose gate is 0 does not show at the weights of the start."""
+    """A branch with gate 0 has no effect at the initial weights."""
     gate = lambda: coupled("ZeroGate")  # noqa: E731
     rejects(probe, "shifted", lambda mapping: mapping, gate)
 
@@ -379,7 +379,7 @@ def case_mutant_a_bound_that_allows_everything() -> None:
 
 
 def case_mutant_draws_that_differ() -> None:
-    """With the draws of `keras.random` as they are, noise looks like coupling or stops the check."""
+    """Without fixed draws of `keras.random`, noise looks like coupling or prevents the check."""
     noisy = lambda: refused(  # noqa: E731
         Program(lambda: mlp(programs.Sampled, programs.Centre)), CoupledSamplesError, "Centre ", wrong=False
     )

@@ -1,12 +1,12 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""What is refused, and in which words."""
+"""Errors and their texts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def case_models() -> None:
     )
 
 
-def case_losses_that_say_too_little() -> None:
+def case_losses_without_a_known_divisor() -> None:
     raises(LossSpecError, "or pass the divisor: loss_weight=", fit(dense(loss=Halving())))
     weights = np.ones(21)
     stated = {"loss_weight": count_known}
@@ -85,14 +85,14 @@ def case_losses_that_say_too_little() -> None:
 
 
 def case_losses_over_the_batch() -> None:
-    """One number for each class, of all rows: micro-batches cannot give it."""
+    """A loss with one number per class, from all rows, cannot come from micro-batches."""
     of_classes = lambda y_true, y_pred: ops.sum((y_true - y_pred) ** 2, axis=0)  # noqa: E731
     for check in (True, False):
         classes = fit(dense(loss=of_classes), options={"check": check})
         raises(LossSpecError, "each number depends on all rows of a micro-batch", classes)
 
 
-def case_layers_that_one_forward_changes_for_the_next() -> None:
+def case_layers_with_state_from_the_previous_forward() -> None:
     normed = keras.layers.SpectralNormalization(keras.layers.Dense(2))
     stateful = keras.layers.Bidirectional(keras.layers.SimpleRNN(2, stateful=True))
     for shape, layer, words in (
@@ -131,7 +131,7 @@ def case_batchnorm_with_mask() -> None:
         "BatchNormalization with a mask (norm), whose moving statistics would count rows",
         lambda: accumulate(masked(), microbatch_size=4, batchnorm="per_microbatch"),
     )
-    # What would be wrong without the error: the mean of two halves is not that of the batch, over tokens.
+    # Without the error the result would be wrong: the mean of two halves is not the mean over tokens.
     ids = np.array([[3, 0, 0, 0, 0, 0], [7, 2, 9, 4, 1, 5]])
     means = []
     for rows in (ids, ids[:1], ids[1:]):
@@ -150,26 +150,26 @@ def case_batchnorm_with_renorm() -> None:
             "BatchNormalization with renorm=True (norm), which updates its averages in every forward",
             lambda options=options: accumulate(renormed(), microbatch_size=4, **options),
         )
-    # What would be wrong without the error: two halves of a batch are two steps of the layer's averages.
+    # Without the error the result would be wrong: two halves of a batch are two steps of the averages.
     whole, halves = renormed(), renormed()
     whole(X[:20], training=True)
     halves(X[:10], training=True)
     halves(X[10:20], training=True)
     steps = [np.abs(array(model.layers[0].renorm_mean)) for model in (whole, halves)]
     assert np.abs(steps[0] - steps[1]).max() > 0.1 * steps[0].max(), "the premise: the averages differ"
-    # The cures that the error names.
+    # The remedies in the error.
     accumulate(renormed(renorm=False), microbatch_size=4, batchnorm="per_microbatch")
     compare(lambda: renormed(trainable=False))
 
 
-def case_a_negative_weight_is_seen() -> None:
+def case_a_negative_weight_gives_nan() -> None:
     negative = {"loss_weight": lambda x, y, sample_weight: ops.convert_to_tensor(-1.0)}
     model = dense(loss=Halving())
     fit(model, options=negative)()
     assert np.isnan(keras.ops.convert_to_numpy(model.weights[0])).any()
 
 
-def case_what_cannot_be_left_out() -> None:
+def case_skip_microbatch_needs_one_term() -> None:
     skip = {"nonfinite": "skip_microbatch"}
     model = text(cross_entropy())
     model.layers[-1].activity_regularizer = keras.regularizers.L2(0.1)
@@ -190,8 +190,8 @@ def case_arrays_that_do_not_split() -> None:
     raises(SplitError, "there is nothing to split", lambda: splitting.leaves((None, None)))
 
 
-def case_targets_that_are_more_than_rows() -> None:
-    """TensorFlow learns the lengths when the step runs; the first batch is there before."""
+def case_more_targets_than_rows() -> None:
+    """TensorFlow knows the lengths only when the step runs; the check reads the first batch before."""
     if keras.backend.backend() != "tensorflow":
         return
     import tensorflow as tf
@@ -206,8 +206,8 @@ def case_targets_that_are_more_than_rows() -> None:
         raises(kind, wrong, lambda ours=ours: ours.fit(data, shuffle=False, verbose=0))
 
 
-def case_the_check_leaves_the_state_of_torch() -> None:
-    """Its generator and the buffers of its modules, of which Keras' scopes know nothing."""
+def case_the_check_restores_the_state_of_torch() -> None:
+    """Keras' scopes do not cover torch's generator and the buffers of its modules."""
     if keras.backend.backend() != "torch":
         return
     import torch
@@ -239,14 +239,14 @@ INPUTS = np.random.default_rng(6).normal(size=(23, 3))
 
 
 def balanced(y_true: Any, y_pred: Any) -> Any:
-    """One number for each row, weighted by the share of its class in the batch."""
+    """Loss per row, weighted by the share of its class in the batch."""
     share = ops.mean(y_true)
     weight = ops.where(y_true > 0.5, 1 / (share + 0.1), 1 / (1.1 - share))
     return ops.mean(weight * (y_true - y_pred) ** 2, axis=-1)
 
 
 def labelled_mean(y_true: Any, y_pred: Any) -> Any:
-    """A mean over the rows of one class."""
+    """Mean over the rows of one class."""
     return ops.sum(y_true * (y_true - y_pred) ** 2) / ops.sum(y_true)
 
 
@@ -257,8 +257,8 @@ def one_output(loss: Any) -> Any:
     return model
 
 
-def case_what_two_parts_show_alike_by_chance() -> None:
-    """Other rows in each comparison: the share of a class was the same in both parts of the only six rows."""
+def case_micro_batches_that_agree_by_chance() -> None:
+    """Each comparison uses other rows, because six fixed rows may have equal class shares by chance."""
     by_rows = {"loss_weight": lambda x, y, sample_weight: ops.shape(y)[0]}
     programs: Any = (
         (balanced, {}, CoupledSamplesError, "The loss 'balanced' of a row depends on the other rows"),
@@ -269,9 +269,9 @@ def case_what_two_parts_show_alike_by_chance() -> None:
         fit = {"batch_size": 23, "verbose": 0, "shuffle": False}
         ours = accumulate(one_output(loss), microbatch_size=4, **options)
         raises(kind, words, lambda ours=ours, fit=fit: ours.fit(INPUTS, LABELLED, **fit))
-        if keras.backend.backend() != "jax":  # which holds every k-th row
+        if keras.backend.backend() != "jax":  # micro-batches of JAX are every k-th row
             first_check._spread = lambda rows, size, step, turn: spread(rows, size, step, 0)
-            try:  # the mutant: the same rows in each
+            try:  # the mutant: every comparison uses the same rows
                 ours = accumulate(one_output(loss), microbatch_size=4, **options)
                 ours.fit(INPUTS, LABELLED, **fit)
             finally:
@@ -295,14 +295,14 @@ def case_layers_that_mix_rows() -> None:
 
 
 class Neighbour(keras.layers.Layer):
-    """The sum of a row and of the row whose number it is given."""
+    """Sum of a row and of the row with the given index."""
 
     def call(self, x: Any, number: Any) -> Any:
         return x + ops.take(x, ops.cast(number[:, 0], "int32"), axis=0)
 
 
-def case_rows_that_are_read_by_their_number() -> None:
-    """A micro-batch does not have them: JAX reads NaN there, and the others raise."""
+def case_rows_that_are_read_by_index() -> None:
+    """A micro-batch lacks these rows: JAX reads NaN, the other backends raise."""
     inputs, numbers = keras.Input((3,)), keras.Input((1,))
     model = keras.Model([inputs, numbers], keras.layers.Dense(1)(Neighbour()(inputs, numbers)))
     model.compile("sgd", "mse")
@@ -315,7 +315,7 @@ def case_rows_that_are_read_by_their_number() -> None:
 
 
 class Adjacent(keras.layers.Layer):
-    """Sums over the neighbours of each row in a graph."""
+    """Sum over the neighbours of each row in a graph."""
 
     def call(self, x: Any, matrix: Any) -> Any:
         return ops.matmul(matrix, x)

@@ -1,14 +1,14 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Losses that make their numbers of all rows are refused, whatever the micro-batch is; the others are not.
+"""Losses whose numbers depend on all rows are refused for any micro-batch size; other losses are accepted.
 
-One row, or two, of a batch are what such a loss cannot be told from others by its number of numbers.
+With one or two rows the number of values alone does not identify such a loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.keras.helpers import LABELS, SOME, compare, cross_entropy, draw, rais
 
 ROWS, CLASSES = 5, 4
 X, Y = draw.normal(size=(ROWS, 3)), np.abs(draw.normal(size=(ROWS, CLASSES))) + 0.1
-SIZES = (1, 2, 5)  # 1 1 1 1 1, and 2 2 1, and 5
+SIZES = (1, 2, 5)  # micro-batches of 1 1 1 1 1, of 2 2 1, and of 5
 REFUSAL = "each number depends on all rows of a micro-batch"
 losses = keras.losses
 
@@ -58,7 +58,7 @@ def for_each_pair_flat(y_true: Any, y_pred: Any) -> Any:
 
 
 def refused(loss: Any, x: Any, y: Any, size: int) -> None:
-    # Without the check of numbers (`cases_programs`): shapes alone show it, also where no number is compared.
+    # Without the check of values (`cases_programs`), so the shapes alone must show it.
     ours = accumulate(model(loss, y.shape[-1]), microbatch_size=size, check=False)
     raises(LossSpecError, REFUSAL, lambda: ours.fit(x, y, batch_size=len(x), shuffle=False, verbose=0))
 
@@ -73,7 +73,7 @@ def case_one_number_for_each_class() -> None:
 
 
 def case_as_many_numbers_as_rows() -> None:
-    """A number for each class, in batches and micro-batches of so many rows, or half of it."""
+    """A number for each class, with as many rows as classes in the batch or micro-batch, or half as many."""
     x, y = draw.normal(size=(CLASSES, 3)), Y[:CLASSES]
     for size in (1, 2, 4):
         refused(for_each_class, x, y, size)
@@ -88,8 +88,8 @@ def case_a_number_for_each_pair() -> None:
         refused_at_every_size(loss)
 
 
-def case_the_rows_of_a_batch_are_known_beforehand() -> None:
-    """As on TensorFlow with `drop_remainder=True`."""
+def case_batches_of_a_static_size() -> None:
+    """TensorFlow knows the number of rows with `drop_remainder=True`."""
     if helpers.BACKEND != "tensorflow":
         return
     import tensorflow as tf
@@ -100,9 +100,9 @@ def case_the_rows_of_a_batch_are_known_beforehand() -> None:
         raises(LossSpecError, REFUSAL, lambda ours=ours: ours.fit(data, shuffle=False, verbose=0))
 
 
-def case_numbers_of_some_rows() -> None:
-    """What the data leave out is only seen where it happens."""
-    if helpers.BACKEND != "torch":  # compiled, JAX refuses it, and TensorFlow does not know
+def case_a_number_for_some_rows() -> None:
+    """The loss omits rows depending on the data, so only the affected batch is refused."""
+    if helpers.BACKEND != "torch":  # compiled, JAX refuses such code, and TensorFlow does not know the shape
         return
     seen = lambda y_true, y_pred: ops.sum((y_true - y_pred) ** 2, axis=-1)[y_true[:, 0] > 0]  # noqa: E731
     for number, size in ((4, 1), (3, 2), (1, 5)):
@@ -124,7 +124,7 @@ ORDINARY = [
     losses.BinaryFocalCrossentropy(),
     losses.CategoricalCrossentropy(),
     losses.CategoricalFocalCrossentropy(),
-    lambda y_true, y_pred: ops.square(y_true - y_pred),  # one for each element
+    lambda y_true, y_pred: ops.square(y_true - y_pred),  # one number for each element
     lambda y_true, y_pred: ops.reshape(ops.square(y_true - y_pred), (-1,)),
     lambda y_true, y_pred: ops.sum(ops.square(y_true - y_pred), axis=-1, keepdims=True),
 ]
@@ -138,7 +138,7 @@ def same(build: Any, *arguments: Any, **options: Any) -> None:
 def case_ordinary_losses() -> None:
     y = Y / Y.sum(axis=-1, keepdims=True)
     for loss in ORDINARY:
-        # Several of Keras' own compute in float32 on JAX and torch, whatever they are given.
+        # Several losses of Keras compute in float32 on JAX and torch for any input dtype.
         bound = None if helpers.BACKEND == "tensorflow" else 5e-6
         same(lambda loss=loss: model(loss, run_eagerly=True), X, y, bound=bound)
 
@@ -158,12 +158,12 @@ def case_sequences_with_a_mask() -> None:
     same(lambda: text(cross_entropy(ignore_class=-1)), SOME[:ROWS], ignored[:ROWS])
 
 
-def case_one_number_that_is_stated() -> None:
+def case_one_number_with_a_declared_weight() -> None:
     same(lambda: model(Halving()), X, Y, options={"loss_weight": count_known})
 
 
 class NeedsNumbers(losses.Loss):
-    """What `item` is called of cannot be without numbers."""
+    """Loss that needs concrete values: it converts a tensor to a Python float."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         scale = 1.0 if float(ops.max(y_true)) > -1e9 else 0.0
@@ -175,22 +175,20 @@ class OfClasses(NeedsNumbers):
         return ops.sum(super().call(y_true, y_pred)) * ops.ones((CLASSES,), y_pred.dtype)
 
 
-def case_a_loss_that_needs_numbers() -> None:
-    if helpers.BACKEND != "torch":  # the others trace every loss
+def case_a_loss_that_needs_concrete_values() -> None:
+    if helpers.BACKEND != "torch":  # the other backends trace every loss
         return
     same(lambda: model(NeedsNumbers()), X, Y)
     refused_at_every_size(OfClasses())
 
 
-def case_mutant_one_look() -> None:
+def case_mutant_one_check() -> None:
     never = lambda *arguments: None  # noqa: E731
     rejects(rowwise, "check_twice", never, case_a_number_for_each_pair)
-    if (
-        helpers.BACKEND != "tensorflow"
-    ):  # it does not know the number of rows, and refuses any number of numbers
+    if helpers.BACKEND != "tensorflow":  # it does not know the number of rows and refuses this loss anyway
         rejects(rowwise, "check_twice", never, case_as_many_numbers_as_rows)
 
 
-def case_mutant_never_again() -> None:
+def case_mutant_no_check_of_later_batches() -> None:
     if helpers.BACKEND == "torch":
-        rejects(rowwise, "check_like", lambda *arguments: None, case_numbers_of_some_rows)
+        rejects(rowwise, "check_like", lambda *arguments: None, case_a_number_for_some_rows)

@@ -1,4 +1,4 @@
-"""The files with cases are for processes of their own: what they import fixes Keras' backend."""
+"""The case files run only in child processes, because their imports fix Keras' backend."""
 
 from __future__ import annotations
 

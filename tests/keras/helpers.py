@@ -1,5 +1,5 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
@@ -22,33 +22,33 @@ from superbatch.errors import OptimizerError as OptimizerError
 from superbatch.keras import accumulate
 
 BACKEND = keras.backend.backend()
-# Keras' torch backend computes in float32 whatever the model's dtype: `matmul` casts.
+# `matmul` of Keras' torch backend casts to float32 for any dtype of the model.
 BOUND = {"tensorflow": 1e-12, "jax": 1e-12, "torch": 5e-6}[BACKEND]
 Model = Any
 draw = np.random.default_rng(0)
 X, Y = draw.normal(size=(21, 3)), draw.normal(size=(21, 2))
 TOKENS = draw.integers(1, 7, size=(14, 5)) * (np.arange(5) < draw.integers(1, 6, size=14)[:, None])
 SOME = np.maximum(TOKENS, np.arange(5) == 0)  # no row is empty
-TOKENS[[4, 5, 6, 7, 11, 12]] = 0  # two of seven micro-batches are padding, in blocks or dealt out
-# The second of five micro-batches: rows 5 to 20 are dealt out in turn on JAX.
+TOKENS[[4, 5, 6, 7, 11, 12]] = 0  # two of seven micro-batches are padding, contiguous or strided
+# The second of five micro-batches: rows 5 to 20 are strided on JAX.
 SECOND = [6, 10, 14, 18] if BACKEND == "jax" else [5, 6, 7, 8]
 LABELS = draw.integers(0, 3, size=(14, 5))
 
 
 def array(value: Any) -> Any:
-    """A tensor or variable as NumPy."""
+    """Return a tensor or variable as a NumPy array."""
     return np.array(keras.ops.convert_to_numpy(value), np.float64)
 
 
 def values(variables: Any) -> dict[str, Any]:
-    """Arrays by number and path, but without the numbers that Keras gives to layers of one kind."""
+    """Return arrays by index and path, without the numbers that Keras adds to layer names."""
     return {f"{number} {re.sub('_[0-9]+', '', v.path)}": array(v) for number, v in enumerate(variables)}
 
 
 def dense(
     optimizer: Any = None, *, loss: Any = "mse", seed: int = 1, compiled: Any = None, **layer: Any
 ) -> Model:
-    """Two layers; every call makes the same weights."""
+    """Return a model of two layers with the same weights in every call."""
     keras.utils.set_random_seed(seed)
     inputs = keras.Input((3,))
     hidden = keras.layers.Dense(4, activation="softsign", bias_initializer="random_normal", **layer)(inputs)
@@ -58,10 +58,10 @@ def dense(
 
 
 class Lookup(keras.layers.Layer):
-    """An embedding whose gradient is dense.
+    """Embedding with a dense gradient.
 
-    That of `keras.layers.Embedding` comes as slices on TensorFlow. Where a token occurs twice, Keras' Adam
-    there adds up the squares of the slices instead of squaring their sum, and its clipping does the like.
+    `keras.layers.Embedding` has a gradient of slices on TensorFlow. If a token occurs twice, Keras' Adam adds
+    up the squares of the slices instead of squaring their sum, and so does its clipping.
     """
 
     def build(self, shape: Any) -> None:
@@ -75,7 +75,7 @@ class Lookup(keras.layers.Layer):
 
 
 def text(loss: Any, optimizer: Any = None, **compiled: Any) -> Model:
-    """A classifier of tokens, with a mask from its embedding."""
+    """Return a classifier of tokens, with a mask from its embedding."""
     keras.utils.set_random_seed(1)
     inputs = keras.Input((5,), dtype="int32")
     hidden = Lookup()(inputs)
@@ -86,7 +86,7 @@ def text(loss: Any, optimizer: Any = None, **compiled: Any) -> Model:
 
 
 class SquaredError(keras.losses.Loss):
-    """Keras' own ends in `ops.mean`, which computes in float32 on JAX."""
+    """Squared error without Keras' `ops.mean`, which computes in float32 on JAX."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         return keras.ops.sum(keras.ops.square(y_pred - y_true), axis=-1)
@@ -97,7 +97,7 @@ def cross_entropy(**options: Any) -> Any:
 
 
 def assert_same(got: Any, wanted: Any, start: Any = None, bound: float | None = None) -> None:
-    """Every array by itself, relative to its largest element; where `start` is given, each has moved."""
+    """Compare each array relative to its largest element; with `start`, assert that each has moved."""
     bound = BOUND if bound is None else bound
     assert got.keys() == wanted.keys()
     offenders = []
@@ -122,7 +122,7 @@ def compare(
     options: Any = None,
     **fit: Any,
 ) -> Model:
-    """Fit with whole batches and with micro-batches: weights, optimizer state and history are the same."""
+    """Fit with whole batches and with micro-batches; compare weights, optimizer state and history."""
     fit = {"batch_size": 21, "epochs": 2, "shuffle": False, "verbose": 0} | fit
     whole = build()
     start = values(whole.trainable_variables)
@@ -146,7 +146,7 @@ def compare(
 
 
 def raises(kind: type[Exception], words: str, act: Callable[[], Any]) -> None:
-    """The call raises, and says so."""
+    """Assert that the call raises `kind` with these words."""
     found = None
     try:
         act()

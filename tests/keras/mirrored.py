@@ -1,12 +1,12 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""`fit` under MirroredStrategy with two logical CPU devices, in a process of its own: prints JSON."""
+"""Run `fit` under MirroredStrategy with two logical CPU devices and print JSON."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.keras.cases_exact import Halving, count_known  # noqa: E402
 from tests.keras.helpers import LABELS, TOKENS, X, Y, array, cross_entropy  # noqa: E402
 
 SGD = keras.optimizers.SGD
-# One for the whole process: collectives of two strategies get the same keys.
+# One per process, because collectives of two strategies get the same keys.
 STRATEGY = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 def difference(
     build: Any, x: Any, y: Any, batch_size: int, loss_weight: Any = None, **options: Any
 ) -> dict[str, float]:
-    """The largest difference from whole batches on one device, and the largest movement."""
+    """Return the largest difference from whole batches on one device, the smallest movement, and more."""
     whole = build()
     start = [array(v) for v in whole.trainable_variables]
     expected = whole.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0, **options).history
@@ -65,8 +65,8 @@ def refused(build: Any, x: Any, y: Any) -> str:
     return ""
 
 
-def kerass_own() -> str:
-    """What becomes of Keras' own option."""
+def error_of_keras_option() -> str:
+    """Return the error of Keras' own option `gradient_accumulation_steps`."""
     with STRATEGY.scope():
         model = helpers.dense(SGD(0.1, gradient_accumulation_steps=2))
         try:
@@ -110,13 +110,15 @@ def main() -> None:
                 "one number beside an activity regularizer": difference(
                     lambda: helpers.dense(SGD(0.1), loss=Halving(), activity_regularizer="l2"),
                     X[:20],
-                    np.where(np.arange(20)[:, None] // 2 == 3, -1.0, Y[:20]),  # the first replica's third
+                    np.where(
+                        np.arange(20)[:, None] // 2 == 3, -1.0, Y[:20]
+                    ),  # the third micro-batch of the first replica
                     20,
                     count_known,
                 ),
                 "batchnorm": refused(batchnorm, X, Y),
                 "dropout": float(history["loss"][0]),
-                "Keras' own option": kerass_own(),
+                "Keras' own option": error_of_keras_option(),
             }
         )
     )

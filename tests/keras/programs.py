@@ -1,5 +1,5 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
@@ -18,7 +18,7 @@ import numpy as np
 from keras import ops
 
 ROWS, CLASSES = 12, 4
-draw = np.random.default_rng(4)  # its own: a shared one would give other data beside other files of cases
+draw = np.random.default_rng(4)  # not shared, so that the data do not depend on other case files
 X = draw.normal(size=(ROWS, 3))
 Y = np.abs(draw.normal(size=(ROWS, CLASSES))) + 0.1
 SHARES = Y / Y.sum(axis=-1, keepdims=True)
@@ -26,7 +26,7 @@ LABELS = np.arange(ROWS) % 3
 BINARY = (draw.normal(size=(ROWS, CLASSES)) > 0).astype(float)
 SEQUENCES = draw.normal(size=(ROWS, 6, 3))
 IMAGES = draw.normal(size=(ROWS, 4, 4, 2))
-# The known targets of a row: their number differs from row to row, and one row has none.
+# Known targets: their number differs between rows, and one row has none.
 KNOWN = np.where(np.arange(CLASSES) < draw.integers(1, CLASSES + 1, size=ROWS)[:, None], Y, -1.0)
 KNOWN[7] = -1.0
 
@@ -43,7 +43,7 @@ class Program:
 
 
 def mlp(*between: Any, loss: Any = "mse", activation: Any = None, **compiled: Any) -> Any:
-    """A model of two Dense layers; `between` makes the layers between them."""
+    """Return a model of two Dense layers; `between` makes the layers between them."""
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(5, activation="softsign"), *[make() for make in between]]
     model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(CLASSES, activation=activation)])
@@ -73,7 +73,7 @@ class AcrossRows(keras.layers.Layer):
 
 
 class ZeroGate(keras.layers.Layer):
-    """A centred branch whose gate is 0 at the start: it shows in the gradient, not in the output."""
+    """A centred branch with an initial gate of 0: it changes the gradient, not the output."""
 
     def build(self, shape: Any) -> None:
         self.gate = self.add_weight(shape=(), initializer="zeros", name="gate")
@@ -83,7 +83,7 @@ class ZeroGate(keras.layers.Layer):
 
 
 class Adds(keras.layers.Layer):
-    """`add_loss` of a function of its input."""
+    """Add a function of the input to the loss."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Adds(keras.layers.Layer):
 
 
 class Counts(keras.layers.Layer):
-    """A variable that each forward changes: the number of batches, and the mean of what it saw."""
+    """A moving mean of the inputs, which each forward in training changes."""
 
     def build(self, shape: Any) -> None:
         self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
@@ -107,7 +107,7 @@ class Counts(keras.layers.Layer):
 
 
 class SetsAConstant(Counts):
-    """A variable that ends at the same value, however many forwards there are."""
+    """A variable that has the same value after any number of forwards."""
 
     def call(self, x: Any, training: bool = False) -> Any:
         self.mean.assign(ops.ones(tuple(self.mean.shape), x.dtype))
@@ -115,7 +115,7 @@ class SetsAConstant(Counts):
 
 
 def contrastive(y_true: Any, y_pred: Any) -> Any:
-    """One number for each row, made of all rows."""
+    """One number for each row, computed from all rows."""
     scores = ops.matmul(y_pred, ops.transpose(y_pred))
     return ops.logsumexp(scores, axis=-1) - ops.sum(y_true * y_pred, axis=-1)
 
@@ -125,7 +125,7 @@ def against_the_mean(y_true: Any, y_pred: Any) -> Any:
 
 
 def pairs(y_true: Any, y_pred: Any) -> Any:
-    """A hinge of the difference of rows 2 i and 2 i + 1: one number for each pair, told to both rows."""
+    """Hinge of the difference of rows 2 i and 2 i + 1: both rows get the number of their pair."""
     first, second = y_pred[::2], y_pred[1::2]
     each = ops.sum(ops.relu(1.0 - (first - second)), axis=-1)
     return ops.repeat(each, 2, axis=0) + 0 * ops.sum(y_true, axis=-1)
@@ -149,7 +149,7 @@ def count_rows(x: Any, y: Any, sample_weight: Any) -> Any:
 
 
 class OwnLoss(keras.Model):
-    """A `compute_loss` that is a mean over rows."""
+    """Model whose `compute_loss` is a mean over rows."""
 
     def __init__(self, per_row: Any = None) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def known_each(y_true: Any, y_pred: Any) -> Any:
 
 
 class Sampled(keras.layers.Layer):
-    """The noise of a VAE."""
+    """Noise of a VAE."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Sampled(keras.layers.Layer):
 
 
 class DrawsByItself(keras.layers.Layer):
-    """Random numbers of the backend, which `keras.random` knows nothing of."""
+    """Random numbers drawn by the backend instead of `keras.random`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class DrawsByItself(keras.layers.Layer):
 
 
 class Scores(keras.layers.Layer):
-    """Products of all pairs of rows: as many columns as there are rows."""
+    """Products of all pairs of rows, with as many columns as rows."""
 
     def call(self, x: Any) -> Any:
         return ops.matmul(x, ops.transpose(x))
@@ -297,7 +297,7 @@ def normed() -> Any:
 
 
 class Unused(keras.Model):
-    """An output without a loss, which is coupled: nothing learns from it."""
+    """A coupled output without a loss, which trains nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
-# pyright infers of its untyped functions is wrong:
+# Keras is an extra. If it is not installed, pyright cannot resolve it; if it is, pyright infers wrong types
+# for its untyped functions:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
@@ -8,8 +8,8 @@
 # pyright: reportMissingModuleSource=false
 """Run cases on the backend that KERAS_BACKEND names: `... -m tests.keras.run_cases cases_exact.case_a_sum`.
 
-Keras' backend is fixed for a process, and to import one takes seconds; so all cases of a backend run in one
-process. It prints, as JSON, what each case raised, or null.
+A process has one Keras backend, whose import takes seconds, so all cases of a backend run in one process. It
+prints the error of each case, or null, as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Float64, and quick compilation, before Keras is imported."""
+    """Set float64 and quick compilation, before and after importing Keras."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if os.environ["KERAS_BACKEND"] == "jax":
         import jax
@@ -39,14 +39,14 @@ def prepare() -> None:
 
 
 def outcome(case: Any) -> dict[str, Any]:
-    """What a case raised, and how long it took."""
+    """Return the error of a case and its time."""
     import keras
 
     start = time.process_time()
     error = None
     try:
         case()
-    except BaseException:  # noqa: BLE001  (whatever it is, the parent shows it)
+    except BaseException:  # noqa: BLE001  (the parent shows any error)
         error = traceback.format_exc()
     keras.backend.clear_session()
     keras.config.set_floatx("float64")

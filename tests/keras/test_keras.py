@@ -1,4 +1,4 @@
-"""The cases of this folder on each backend of Keras, one process for each backend and file."""
+"""Cases of this folder on each backend of Keras, in two processes per backend: quick and slow cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.keras
-# To compile takes long: by default JAX and TensorFlow have these, and torch has all, with the mutants.
+# Compilation is slow: by default JAX and TensorFlow run only these cases; torch runs all, with the mutants.
 QUICK = {
     "cases_exact.case_adam_schedule_clip_and_regularizer",
     "cases_exact.case_masked_tokens",
@@ -24,24 +24,24 @@ QUICK = {
     "cases_exact.case_a_loss_that_returns_one_number",
     "cases_empty.case_beside_an_add_loss",
     "cases_rows.case_a_number_for_each_pair",
-    "cases_programs.case_every_loss_of_keras_is_decided",
+    "cases_programs.case_every_loss_of_keras_is_in_the_table",
     "cases_programs.case_losses_of_keras_that_are_refused_by_name",
     "cases_programs.case_a_layer_that_centres_over_the_batch",
     "cases_programs.case_declared_weights",
-    "cases_programs.case_random_layers_are_no_coupling",
+    "cases_programs.case_random_layers_are_not_called_coupled",
     "cases_programs.case_ragged_batches",
     "cases_behaviour.case_the_users_model_is_not_changed",
     "cases_behaviour.case_no_second_copy_of_the_batch",
     "cases_numbers.case_random_numbers_differ_between_microbatches",
     "cases_numbers.case_batchnorm",
-    "cases_numbers.case_a_batch_that_counts_nothing",
+    "cases_numbers.case_a_batch_of_weight_zero",
     "cases_numbers.case_a_microbatch_that_is_not_finite",
     "cases_numbers.case_compiled_or_eagerly",
     "cases_behaviour.case_flush_tail",
-    "cases_refusals.case_losses_that_say_too_little",
-    "cases_refusals.case_what_two_parts_show_alike_by_chance",
+    "cases_refusals.case_losses_without_a_known_divisor",
+    "cases_refusals.case_micro_batches_that_agree_by_chance",
     "cases_refusals.case_layers_that_mix_rows",
-    "cases_refusals.case_rows_that_are_read_by_their_number",
+    "cases_refusals.case_rows_that_are_read_by_index",
 }
 FILES = (
     "cases_exact",
@@ -57,7 +57,7 @@ PACKAGES = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
 
 
 def cases(file: str) -> list[str]:
-    """The names of a file's cases, without importing it: that would import Keras here."""
+    """Return the names of a file's cases without importing it, because that would import Keras."""
     tree = ast.parse((HERE / f"{file}.py").read_text(encoding="utf-8"))
     return [
         node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
@@ -65,7 +65,7 @@ def cases(file: str) -> list[str]:
 
 
 def process(module: str, *arguments: str, backend: str) -> Any:
-    """Run a module of this folder in a process with a Keras backend; what its last line says, as JSON."""
+    """Run a module of this folder in a child process on a Keras backend; return the JSON it prints."""
     for package in ("keras", PACKAGES[backend]):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed (extra: keras, on {backend})")
@@ -82,7 +82,7 @@ def process(module: str, *arguments: str, backend: str) -> Any:
 
 
 def slow(backend: str, case: str) -> bool:
-    """Whether a case is left to `-m "slow and keras"`."""
+    """Return True if the case runs only with `-m "slow and keras"`."""
     return backend != "torch" and case not in QUICK
 
 
@@ -98,7 +98,7 @@ def params() -> list[Any]:
 
 @functools.cache
 def results(backend: str, slowly: bool) -> Any:
-    """The results of a backend's slow cases, or of the others."""
+    """Return the results of a backend's slow cases, or of its quick ones."""
     names = [case for on, case in PAIRS if on == backend and slow(on, case) is slowly]
     return process("run_cases", *names, backend=backend)
 
@@ -139,8 +139,8 @@ def test_on_two_replicas(what: str) -> None:
     assert found["updates"] == (2 if what != "a tail of one row" else 6) * (2 if what == "clipping" else 1)
 
 
-def test_what_is_refused_on_two_replicas() -> None:
+def test_refusals_on_two_replicas() -> None:
     found = mirrored()
     assert "Freeze it (layer.trainable = False) or use GroupNormalization" in found["batchnorm"]
     assert found["dropout"] > 0
-    assert found["Keras' own option"] == "RuntimeError", "what users of it have today"
+    assert found["Keras' own option"] == "RuntimeError", "Keras' own option raises today"

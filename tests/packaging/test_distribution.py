@@ -1,7 +1,7 @@
-"""The wheel and the sdist: they build, hold what they must, and install where nothing else is installed.
+"""The wheel and the sdist build, are complete, and install into an empty environment.
 
-Built without isolation (hatchling is in the `test` extra) and installed without dependencies, so that no
-package index is asked.
+They are built without isolation (hatchling is in the `test` extra) and installed without dependencies, so
+that no package index is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_NETWORK = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
 def call(*command: str | Path, folder: Path) -> str:
-    """Run a command without a package index; what it prints."""
+    """Run a command without a package index; return its output."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -68,7 +68,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh virtual environment with the wheel in it, and nothing else but pip."""
+    """Return the interpreter of a fresh virtual environment with only the wheel and pip."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
@@ -77,7 +77,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(wheel: Path) -> dict[str, str]:
-    """The hash of every file in a wheel."""
+    """Return the hash of every file in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: hashlib.sha256(archive.read(name)).hexdigest() for name in archive.namelist()}
 
@@ -88,7 +88,7 @@ def metadata(wheel: Path) -> Message:
         return Parser().parsestr(archive.read(name).decode())
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
     names = set(contents(wheel))
     package = {name for name in names if ".dist-info/" not in name}
     files = {p.relative_to(ROOT).as_posix() for p in (ROOT / "superbatch").rglob("*") if p.is_file()}
@@ -128,7 +128,7 @@ def test_the_metadata(wheel: Path) -> None:
     }
 
 
-def test_the_version_stands_in_one_place() -> None:
+def test_the_version_is_defined_in_one_place() -> None:
     files = ["pyproject.toml", "superbatch/__init__.py", "superbatch/_version.py"]
     pattern = re.compile(r"^\s*(__)?version(__)?\s*=\s*\"", re.MULTILINE)
     found = [name for name in files if pattern.search((ROOT / name).read_text(encoding="utf-8"))]
@@ -144,7 +144,7 @@ def test_the_sdist_builds_into_the_same_wheel(sdist: Path, wheel: Path, tmp_path
     assert contents(again) == contents(wheel)
 
 
-def test_the_sdist_holds_what_a_packager_needs(sdist: Path) -> None:
+def test_the_sdist_contains_the_files_for_packagers(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     needed = {

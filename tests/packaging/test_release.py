@@ -1,4 +1,4 @@
-"""Needs of a release beside a wheel: links that lead somewhere, workflows, issue forms, policies."""
+"""Needs of a release besides a wheel: valid links, workflows, issue forms, policies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def workflow(name: str) -> dict[Any, Any]:
 
 
 def relative(text: str) -> list[str]:
-    """Targets of links and pictures that lead nowhere outside of the repository."""
+    """Return the targets of relative links and pictures."""
     return [target for target in LINK.findall(text) if not re.match(r"(https?://|#)", target)]
 
 
@@ -46,7 +46,7 @@ def relative(text: str) -> list[str]:
 def test_links_and_pictures_of_the_description_are_absolute() -> None:
     readme = text_of("README.md")
     targets = relative(readme)
-    assert len(targets) > 10, "the premise: in the repository they are relative"
+    assert len(targets) > 10, "the premise: links in the repository are relative"
     assert any(target.endswith(".png") for target in targets)
     for target in targets:
         assert (ROOT / target.split("#")[0]).exists(), target
@@ -70,7 +70,7 @@ def test_links(text: str, expected: str) -> None:
     assert absolute(text, repository="R/", version="1") == expected
 
 
-def test_the_address_stands_in_one_place_and_its_copies_agree() -> None:
+def test_copies_of_the_repository_address_agree() -> None:
     for name in ("CITATION.cff", "SECURITY.md", ".github/ISSUE_TEMPLATE/config.yml"):
         assert ADDRESS in text_of(name), name
     assert PROJECT["urls"]["Changelog"].startswith(ADDRESS)
@@ -92,7 +92,7 @@ def commands(job: dict[str, Any]) -> list[str]:
 
 def test_the_workflow_runs_what_ci_runs() -> None:
     wanted = set(re.findall(r"^\./run (\S+)", text_of(".ci/run"), re.MULTILINE))
-    assert wanted >= {"lint", "test", "test-backends"}, "the premise: they are read"
+    assert wanted >= {"lint", "test", "test-backends"}, "the premise: both have commands"
     jobs = workflow("ci")["jobs"]
     checks = set(jobs["checks"]["strategy"]["matrix"]["command"])
     assert commands(jobs["checks"]) == ["./run ${{ matrix.command }}"]
@@ -101,17 +101,17 @@ def test_the_workflow_runs_what_ci_runs() -> None:
     assert commands(jobs["docs"]) == ["./run docs"]
 
 
-def test_the_matrix_is_what_the_metadata_says() -> None:
+def test_the_matrix_agrees_with_the_metadata() -> None:
     matrix = workflow("ci")["jobs"]["test"]["strategy"]["matrix"]
     assert matrix["python"] == versions_of_python()
     assert PROJECT["requires-python"] == f">={matrix['python'][0]}"
     (oldest,) = PROJECT["optional-dependencies"]["torch"]
     assert {"python": matrix["python"][0], "torch": f"=={oldest.partition('>=')[2]}.0"} in matrix["include"]
     trials = [each["python"] for each in matrix["include"] if each.get("trial")]
-    assert not set(trials) & set(matrix["python"]), "what is on trial is not claimed"
+    assert not set(trials) & set(matrix["python"]), "versions on trial are not in the metadata"
 
 
-def test_publishing_needs_no_secret_and_no_more_rights_than_it_uses() -> None:
+def test_publishing_needs_no_secret_and_only_the_rights_it_uses() -> None:
     release = workflow("release")
     assert "secrets." not in text_of(".github/workflows/release.yml")
     assert release["permissions"] == workflow("ci")["permissions"] == {"contents": "read"}
@@ -123,8 +123,8 @@ def test_publishing_needs_no_secret_and_no_more_rights_than_it_uses() -> None:
     assert release[True] == {"push": {"tags": ["v*"]}}, "YAML reads `on` as true"
 
 
-def test_what_the_release_greps_for_is_there() -> None:
-    """The checks of the tag would refuse every release if the files were written otherwise."""
+def test_the_patterns_of_the_release_checks_match() -> None:
+    """Otherwise the checks of the tag would refuse every release."""
     assert re.search(r'^__version__ = "\d+\.\d+\.\d+"$', text_of("superbatch/_version.py"), re.MULTILINE)
     assert f'\nRepository = "{ADDRESS}"\n' in text_of("pyproject.toml")
 

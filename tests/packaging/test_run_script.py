@@ -1,6 +1,6 @@
-"""The script ./run, with a stand-in for python3: what it says and what it leaves when something fails.
+"""The script ./run with a stand-in for python3: messages, and the environment after failures.
 
-That it works for real is what CI shows by using it.
+CI uses the real script.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Stands for python3: makes a "virtual environment" whose python is the stand-in itself, and notes its calls.
+# Stand-in for python3: makes a "virtual environment" with itself as its python, and records its calls.
 PYTHON = """#!/bin/sh
 echo "$@" >>"$CALLS"
 case "$*" in
@@ -49,7 +49,7 @@ class Machine:
         (self.bin / name).chmod(0o755)
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str]:
-        """Exit code, and what was printed."""
+        """Return the exit code and the output."""
         self.calls.write_text("")
         done = subprocess.run(
             ["/bin/sh", self.clone / "run", *arguments],
@@ -78,7 +78,7 @@ def test_the_first_call_installs_and_the_second_does_not(machine: Machine) -> No
     assert "[torch,cli]" in line
     assert f"-c {machine.clone}/constraints.txt" in line
     code, printed = machine.run("compare")
-    assert (code, printed) == (0, "superbatch compare\n"), "nothing to set up, nothing to say"
+    assert (code, printed) == (0, "superbatch compare\n"), "no set-up, no output"
     assert not machine.installations()
 
 
@@ -92,14 +92,14 @@ def test_more_extras_are_installed_when_a_command_needs_them(machine: Machine) -
     assert not machine.installations(), "the test extra includes what compare needs"
 
 
-def test_the_benchmarks_are_tested_in_a_run_of_their_own(machine: Machine) -> None:
+def test_the_benchmarks_have_their_own_run(machine: Machine) -> None:
     assert machine.run("test")[0] == 0
     assert machine.run("test-benchmarks", "-k", "memory")[0] == 0
     assert not machine.installations(), "in the same environment"
     assert "-m benchmarks and not slow -k memory" in machine.calls.read_text()
 
 
-def test_the_other_backends_have_an_environment_and_a_run_of_their_own(machine: Machine) -> None:
+def test_the_other_backends_have_their_own_environment_and_run(machine: Machine) -> None:
     assert machine.run("test")[0] == 0
     code, printed = machine.run("test-backends", "-k", "contract")
     assert code == 0
@@ -109,7 +109,7 @@ def test_the_other_backends_have_an_environment_and_a_run_of_their_own(machine: 
     assert (machine.clone / ".venv-backends" / "pyvenv.cfg").exists()
     assert "(jax or tensorflow or keras) and not slow -k contract" in machine.calls.read_text()
     assert machine.run("test")[0] == 0
-    assert not machine.installations(), "the environment of the other tests is as it was"
+    assert not machine.installations(), "the environment of the other tests is unchanged"
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
@@ -121,7 +121,7 @@ def test_a_change_of_the_requirements_installs_again(machine: Machine, name: str
     assert len(machine.installations()) == 1
 
 
-def test_a_failed_installation_is_said_and_started_again(machine: Machine) -> None:
+def test_a_failed_installation_is_reported_and_repeated(machine: Machine) -> None:
     code, printed = machine.run("compare", PIP_FAILS="1")
     assert code != 0
     assert "the installation failed" in printed
@@ -135,10 +135,10 @@ def test_a_failed_upgrade_does_not_leave_the_old_stamp(machine: Machine) -> None
     assert machine.run("compare")[0] == 0
     assert machine.run("test", PIP_FAILS="1")[0] != 0
     assert machine.run("compare")[0] == 0
-    assert len(machine.installations()) == 1, "what a broken installation left is not trusted"
+    assert len(machine.installations()) == 1, "a broken installation is repeated"
 
 
-def test_an_environment_without_a_working_python_is_made_again(machine: Machine) -> None:
+def test_an_environment_without_a_working_python_is_rebuilt(machine: Machine) -> None:
     assert machine.run("compare")[0] == 0
     (machine.clone / ".venv" / "bin" / "python").unlink()
     assert machine.run("compare")[0] == 0
@@ -151,7 +151,7 @@ def test_the_environment_can_lie_elsewhere(machine: Machine, tmp_path: Path) -> 
     assert not (machine.clone / ".venv").exists()
 
 
-def test_a_folder_that_is_no_environment_is_left_alone(machine: Machine, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_environment_is_left_unchanged(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     code, printed = machine.run("compare", SUPERBATCH_VENV=str(tmp_path / "mine"))
@@ -198,12 +198,12 @@ def test_help_and_unknown_commands(machine: Machine) -> None:
 
 
 def test_the_real_interpreter_passes_the_checks_of_the_script(machine: Machine) -> None:
-    """The stand-in answers whatever is asked; here a real python does, up to the installation."""
+    """The checks run with a real python instead of the stand-in, up to the installation."""
     (machine.bin / "python3").unlink()
     (machine.bin / "python3").symlink_to(sys.executable)
     for tool in ("nvidia-smi", "pip"):
         assert not (machine.bin / tool).exists()
-    os.truncate(machine.clone / "pyproject.toml", 0)  # nothing that pip could install
+    os.truncate(machine.clone / "pyproject.toml", 0)  # so that pip has nothing to install
     code, printed = machine.run("compare", PIP_NO_INDEX="1")
     assert code != 0
     assert "making a virtual environment" in printed

@@ -1,4 +1,4 @@
-"""Checks that every backend of a comparison must pass; the tests of each backend call them."""
+"""Checks for every backend of a comparison, called by the tests of each backend."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def agrees_with_torch(backend: str, options: Options, *, bound: float = SAME_RUN
 
 
 def splits_agree(backend: str, options: Options, *, bound: float = ROUNDING) -> None:
-    """Assert that exact arms have the real batch's weights, and wrong ones do not."""
+    """Assert that exact arms have the real batch's weights and wrong arms do not."""
     setting, runs = trained(backend, options)
     real = runs[setting.arms[0].name]
     assert {arm.claim for arm in setting.arms} >= {"real", "exact"}

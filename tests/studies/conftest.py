@@ -1,4 +1,4 @@
-"""Reports of small studies, which several files of tests read."""
+"""Reports of small studies for several test files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Program that measures the exchange on two ranks; `test_exchange.py` starts it with torchrun."""
+"""Time the all-reduce on two ranks; `test_exchange.py` starts this program with torchrun."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLEEP = 0.05
 
 
 class Late(Manual):
-    """Sync whose second rank is late in every exchange."""
+    """Sync whose second rank is late in every all-reduce."""
 
     def reduce(self, gradients: Any, parameters: Any, zeros: Any, announced: Any = None) -> Any:
         result = super().reduce(gradients, parameters, zeros, announced)
@@ -27,7 +27,7 @@ class Late(Manual):
 
 
 class Counting(Manual):
-    """Sync that records the number of elements of each exchange."""
+    """Sync that records the number of elements of each all-reduce."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

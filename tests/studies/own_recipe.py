@@ -1,4 +1,4 @@
-"""Small recipes of a user, with torch alone and without data on disk. Tests load this file by its path."""
+"""Small user-defined recipes, with only torch and without data on disk. Tests load this file by its path."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plane(**changes: Any) -> Recipe:
 
 
 def plane_sum() -> Recipe:
-    """Return the same with a sum as its loss."""
+    """Return the same recipe with a sum as its loss."""
 
     def loss_fn(model: nn.Module):
         return lambda batch: (model(batch["x"])[:, 0] - batch["y"]).square().sum()
@@ -53,7 +53,7 @@ def plane_sum() -> Recipe:
 
 
 def plane_returned() -> Recipe:
-    """Return the same with weights from the loss function: only samples with a positive target count."""
+    """Return the same recipe with weights from the loss function: only positive targets count."""
 
     def loss_fn(model: nn.Module):
         def loss(batch):

@@ -12,7 +12,7 @@ METRIC = "test accuracy, %"
 def planted(
     name: str, values: dict[str, list[float]] | None = None, facts: dict[str, float] | None = None
 ) -> StudyArm:
-    """An arm with these values, one per seed."""
+    """Return an arm with these values, one per seed."""
     values = values or {}
     runs = tuple(
         StudyRun(seed=seed, values={key: each[seed] for key, each in values.items()})
@@ -22,5 +22,5 @@ def planted(
 
 
 def around(middle: float, spread: float = 0.01, count: int = 6) -> list[float]:
-    """Values near a number, of relative spread; none the same, as runs are."""
+    """Return distinct values around a number, with a relative spread."""
     return [middle * (1 + spread * math.sin(3 * seed + middle)) for seed in range(count)]

@@ -1,4 +1,4 @@
-"""Advice on accumulation: measured and given numbers, and the accumulation to judge."""
+"""Advice on accumulation from measured and given numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIVEN: dict[str, Any] = {"microbatch_size": 4, "accumulation_steps": 16, "ranks"
 TIMES: dict[str, Any] = {"microbatch_seconds": 0.1, "update_seconds": 0.05, "all_reduce_seconds": 1.0}
 
 
-def test_numbers_alone_are_enough() -> None:
+def test_advice_from_numbers_without_a_recipe() -> None:
     report = advise(None, Options(**GIVEN, **TIMES, learning_rate=1e-3, beta2=0.95, parameters=10**9))
     assert (report.verdict, report.recipe, report.noise_from, report.times_from) == (
         "helps",
@@ -65,12 +65,12 @@ def test_numbers_alone_are_enough() -> None:
         ({"learning_rate": 0.1, "optimizer": "lion"}, "lion"),
     ],
 )
-def test_what_is_missing_or_wrong_is_said(change: dict[str, Any], message: str) -> None:
+def test_missing_or_wrong_numbers_raise(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         advise(None, Options(**{**GIVEN, **TIMES, **change}))
 
 
-def test_what_is_in_question() -> None:
+def test_the_accumulation_in_question_follows_from_the_options() -> None:
     plane = own_recipe.plane()  # a batch of 20
 
     def half(samples: int) -> int:
@@ -90,7 +90,7 @@ def test_what_is_in_question() -> None:
         question(plane, Options(batch_size=40))
 
 
-def test_ends_of_a_range_may_be_all_that_is_known() -> None:
+def test_a_range_may_lack_a_value_or_an_end() -> None:
     assert given_noise(Options()) is None
     assert given_noise(Options(noise_high=50.0)) == NoiseRange(None, 0.0, 50.0)
     assert given_noise(Options(noise=10.0, noise_low=5.0)) == NoiseRange(10.0, 5.0, 10.0)
@@ -115,7 +115,7 @@ def plane_noise(recipe: Any, model: nn.Module) -> float:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_recipe_is_measured() -> None:
+def test_the_noise_scale_of_a_recipe_is_measured() -> None:
     # At a rate near 0 the model does not change, so its noise scale is constant.
     recipe = own_recipe.plane(learning_rates={"sgd": 1e-9}, updates=250)
     report = advise(recipe, Options(threads=1))
@@ -123,7 +123,7 @@ def test_a_recipe_is_measured() -> None:
     true = plane_noise(recipe, recipe.model(0))
     assert report.noise is not None
     assert report.noise_low / 1.5 < true < report.noise_high * 1.5, "a 95 % interval, and some room"
-    assert report.noise_high < 3 * report.noise_low, "premise: it says something"
+    assert report.noise_high < 3 * report.noise_low, "premise: the interval is bounded"
     assert (report.microbatch_size, report.asked, report.parameters) == (20, 8, 49)
     assert report.microbatch_seconds > 0 < report.update_seconds
     assert report.peak is not None and report.whole is None and report.limit is not None
@@ -132,7 +132,7 @@ def test_a_recipe_is_measured() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_with_adam_the_models_of_its_preconditioner_are_measured_shown_and_drawn() -> None:
+def test_models_of_adam_are_measured_reported_and_plotted() -> None:
     recipe = own_recipe.plane(learning_rates={"adam": 1e-9, "sgd": 1e-9}, updates=150)
     report = advise(recipe, Options(threads=1))
     assert [each.power for each in report.models] == [0, 1, 2]
@@ -168,7 +168,7 @@ def test_given_numbers_are_not_measured() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_samples_that_see_each_other_leave_the_noise_open() -> None:
+def test_coupled_samples_leave_the_noise_scale_undetermined() -> None:
     coupled = own_recipe.plane(
         loss_fn=lambda model: lambda batch: (model(batch["x"])[:, 0] - batch["y"]).mean().square()
     )
@@ -186,7 +186,7 @@ def test_too_few_updates_are_not_enough() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_interruption_keeps_what_is_known() -> None:
+def test_an_interruption_keeps_the_measurements() -> None:
     def stop(event: Progress) -> None:
         if event.finished == "update 12":
             raise KeyboardInterrupt
@@ -206,7 +206,7 @@ def test_an_interruption_keeps_what_is_known() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_nothing_is_left_behind() -> None:
+def test_random_state_and_threads_are_restored() -> None:
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
@@ -215,8 +215,8 @@ def test_nothing_is_left_behind() -> None:
     assert torch.get_num_threads() == 1
 
 
-def test_the_meter_and_the_advice_speak_of_the_same_samples() -> None:
-    """A scale in micro-batches instead of samples would be 8 times too small with micro-batches of 8."""
+def test_the_noise_scale_counts_samples() -> None:
+    """In units of micro-batches of 8 it would be 8 times too small."""
     meter = NoiseMeter()
     for sign in (1, -1) * 10:
         meter.add({"all": estimate(a2=(1.0 + (3.0 + sign * 0.1) ** 2) / 4, b2=4.0, q=0.5)}, samples=16)
@@ -239,7 +239,7 @@ def test_the_meter_and_the_advice_speak_of_the_same_samples() -> None:
         ({"device": "tpu"}, "device='tpu'.*Use cpu or cuda"),
     ],
 )
-def test_numbers_that_cannot_be_used_are_refused_before_anything_is_measured(
+def test_invalid_numbers_are_refused_before_any_measurement(
     changed: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(*_: Any) -> None:
@@ -253,8 +253,8 @@ def test_numbers_that_cannot_be_used_are_refused_before_anything_is_measured(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_rate_is_for_the_batch_that_it_was_given_with() -> None:
-    """The recipe's rate for Adam is 0.01 at its batch of 20, and scales with the square root of the batch."""
+def test_a_rate_belongs_to_the_batch_it_was_given_for() -> None:
+    """The recipe's rate for Adam is 0.01 at its batch of 20 and scales with the root of the batch."""
     numbers: dict[str, Any] = {"noise_high": 1e9, "optimizer": "adam", "microbatch_size": 20}
 
     def accumulated(**options: Any) -> dict[str, float]:
@@ -270,11 +270,11 @@ def test_a_rate_is_for_the_batch_that_it_was_given_with() -> None:
         assert (given["lr"], given["beta2"]) == pytest.approx((0.05, 0.9)), (
             "and this one for that in question"
         )
-    given = accumulated(learning_rate=0.05, beta2=0.9)  # eight micro-batches are our choice
+    given = accumulated(learning_rate=0.05, beta2=0.9)  # the default is eight micro-batches
     assert (given["lr"], given["beta2"]) == pytest.approx((0.05 * 8**0.5, 0.9**8))
 
 
-def test_a_picture_has_its_legend_beside_the_curves() -> None:
+def test_the_legend_of_a_plot_is_beside_the_curves() -> None:
     for accumulation_steps, noise in ((2, 1e9), (8, 1e-3), (128, 50.0)):
         options = Options(**(GIVEN | {"accumulation_steps": accumulation_steps, "noise": noise}), **TIMES)
         figure = plot.advice(advise(None, options))
@@ -287,7 +287,7 @@ def test_a_picture_has_its_legend_beside_the_curves() -> None:
         assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y0 >= figure.bbox.y0
 
 
-def test_a_beta_near_one_is_not_shown_as_one() -> None:
+def test_a_beta_near_one_is_not_rounded_to_one() -> None:
     options = Options(
         **(GIVEN | {"accumulation_steps": 4096, "noise": 1e9}), **TIMES, learning_rate=1e-3, beta2=0.999
     )

@@ -1,4 +1,4 @@
-"""Backends of a comparison: torch's random numbers without torch, and options of torch alone."""
+"""Backends of a comparison: torch's random numbers without torch, and options that only torch has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def digits() -> Any:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 9, 12345])
-def test_the_task_without_torch_is_the_task_of_torch(seed: int) -> None:
+def test_the_task_without_torch_equals_that_of_torch(seed: int) -> None:
     ours, theirs = digits(), load_recipe("digits")
     model = theirs.model(seed)
     drawn = initial_weights(seed)
@@ -61,7 +61,7 @@ def test_the_task_without_torch_is_the_task_of_torch(seed: int) -> None:
 
 
 @pytest.mark.parametrize("tail", [None, 40])
-def test_the_order_without_torch_is_the_order_of_torch(tail: int | None) -> None:
+def test_the_order_without_torch_equals_that_of_torch(tail: int | None) -> None:
     setting = Setting(
         arms=(), updates=60, batch_size=100, tail=tail, dtype="float32", optimizer="sgd", learning_rate=1.0
     )
@@ -76,7 +76,7 @@ def test_the_order_without_torch_is_the_order_of_torch(tail: int | None) -> None
     assert ours[0].tolist() != other[:100].tolist()
 
 
-def test_accuracy_is_no_constant() -> None:
+def test_accuracy_counts_correct_labels() -> None:
     recipe = digits()
     images, labels = recipe.batch(np.arange(1297))
     weights = initial_weights(0)
@@ -106,7 +106,7 @@ def test_accuracy_is_no_constant() -> None:
         ),
     ],
 )
-def test_what_only_torch_can_do_is_refused(
+def test_options_of_torch_alone_are_refused(
     name: str, recipe: str, options: dict[str, object], message: str
 ) -> None:
     asked = Options(backend=name, **options)  # pyright: ignore[reportArgumentType]  (keyword arguments by name)
@@ -114,7 +114,7 @@ def test_what_only_torch_can_do_is_refused(
         compare(recipe, asked)
 
 
-def test_a_recipe_object_is_torch_s() -> None:
+def test_a_recipe_object_needs_torch() -> None:
     with pytest.raises(InputError, match="backend='jax' with recipe='plane'"):
         compare(own_recipe.plane(), Options(backend="jax"))
 
@@ -125,9 +125,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_backend_that_is_not_installed_says_what_to_install(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_backend_names_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda package: None)
     packages = " and ".join(PACKAGES[name])
     message = rf"the packages? {packages} (is|are) not installed. Install superbatch\[{name},cli\]"

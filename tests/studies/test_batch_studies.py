@@ -24,19 +24,19 @@ def ratio_of_losses(report: Study) -> float:
     return next(test.difference for test in report.tests if test.first == "grow the batch" and test.ratio)
 
 
-def test_growing_the_batch_makes_fewer_updates_to_the_same_loss(grown: Study) -> None:
+def test_growing_the_batch_reaches_the_loss_in_fewer_updates(grown: Study) -> None:
     made = {arm.name: arm.mean("updates") or math.nan for arm in grown.arms}
     assert made["constant rate"] == made["decay the rate"] == 400
     assert made["grow the batch"] < 0.65 * made["decay the rate"]
     assert {arm.mean("samples") for arm in grown.arms} == {1200}
     assert ratio_of_losses(grown) == pytest.approx(1.0, abs=0.1)
     constant = next(test for test in grown.tests if test.first == "constant rate")
-    assert constant.difference > 1.1, "the premise: noise keeps a rate that stays above"
+    assert constant.difference > 1.1, "the premise: noise keeps the loss of a constant rate higher"
     assert [len(run.curve) for arm in grown.arms for run in arm.runs] == [len(grown.curve_at)] * 6
 
 
-def test_a_schedule_that_is_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the mutant the batch grows and the rate decays, too."""
+def test_a_schedule_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the mutant the batch grows and the rate decays as well."""
     right = GrowingBatch.rate
     monkeypatch.setattr(GrowingBatch, "rate", lambda self, update: right(self, update) / self(update))
     report = study("grow-batch", own_recipe.plane(), Options(runs=2, samples=600, learning_rate=0.02))
@@ -78,7 +78,7 @@ def test_grow_batch_concludes_from_the_numbers(
     assert "2,240 updates instead of 4,000" in conclusion
 
 
-def test_the_larger_batch_costs_samples() -> None:
+def test_a_larger_batch_needs_more_samples() -> None:
     report = study("critical-batch", own_recipe.plane(), Options(runs=2, samples=800, learning_rate=0.01))
     assert [arm.name for arm in report.arms] == [f"batch {k}" for k in (1, 2, 4, 8, 16)]
     losses = [arm.mean("smoothed loss") or math.nan for arm in report.arms]
@@ -94,7 +94,7 @@ def test_the_larger_batch_costs_samples() -> None:
 
 
 def test_the_noise_scale_is_measured_in_every_window() -> None:
-    """By default a meter would measure one window in ten of so small a model, which is too few of 64."""
+    """For so small a model a meter measures one window in ten by default: too few of 64."""
     recipe = own_recipe.plane()
     noise = study_critical_batch.noise_at(recipe, recipe.model(0), 2, seed=0)
     assert noise.windows == study_critical_batch.NOISE_WINDOWS
@@ -121,7 +121,7 @@ def conclude_critical(factors: tuple[float, ...], **noise: Any) -> str:
 
 
 def test_the_noise_scale_predicts_one_number_in_words_table_and_picture(momentum: Study) -> None:
-    """The noise scales of the seeds differ much, so mean and median of their own predictions would differ."""
+    """The noise scales of the seeds differ much, so mean and median of single predictions would differ."""
 
     arms = planted_critical((1.0, 1.0, 1.01, 1.2, 1.5), signals=[0.5, 0.7, 1.5, 2.0, 0.9, 0.6])
     found = study_critical_batch.find(arms, batch=8, tolerance=0.05)
@@ -141,7 +141,7 @@ def test_the_noise_scale_predicts_one_number_in_words_table_and_picture(momentum
     assert [y for x, y in drawn.get_xydata().tolist() if x == 64] == pytest.approx([expected])  # pyright: ignore[reportAttributeAccessIssue]  (an array)
 
 
-def test_arms_that_diverge_are_said_to_in_the_picture(momentum: Study) -> None:
+def test_the_plot_names_arms_that_diverge(momentum: Study) -> None:
 
     metric = momentum.quantities[0].name
 
@@ -167,7 +167,7 @@ def test_critical_batch_concludes_from_the_numbers() -> None:
     # 64 samples of noise: (1 + 64/64) / (1 + 8/64).
     assert f"64 samples {ASSUMPTION}, says that batch 64 needs x 1.78 the samples, measured x 1.2" in text
     assert conclude_critical((1.0, 1.1, 1.0, 1.0, 1.0)).startswith("The critical batch by branching is 8,")
-    # The interval holds the margin: it is not shown to match and not shown to differ.
+    # The interval contains the margin: neither equality nor difference is shown.
     assert conclude_critical((1.0, 1.0, 1.01, 1.05, 1.5)).startswith(
         "The critical batch by branching is at least 32,"
     )
@@ -177,7 +177,7 @@ def test_critical_batch_concludes_from_the_numbers() -> None:
     )
     assert "not determined" in conclude_critical((1.0,) * 5, signal=-1.0)
     unsure = conclude_critical((1.0,) * 5, signals=[3.0, -2.0, 1.0, -1.0, 2.0, 0.5])
-    assert "not determined" in unsure, "positive in the mean, and not told from none"
+    assert "not determined" in unsure, "the positive mean is not significant"
     nothing = tuple(planted(f"batch {k}") for k in (1, 2, 4, 8, 16))
     found = study_critical_batch.find(nothing, batch=1, tolerance=0.05)
     assert found.conclusion == "Too few runs were finished to conclude anything."

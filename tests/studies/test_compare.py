@@ -83,8 +83,8 @@ def test_exact_arms_equal_the_real_batch_and_wrong_ones_do_not(
     assert failures(report) == []
 
 
-def test_the_arms_of_a_seed_move_from_the_same_weights_by_different_micro_batches() -> None:
-    """The premises of the comparison: same initial weights, other micro-batches."""
+def test_arms_of_a_seed_share_initial_weights_and_differ_in_micro_batches() -> None:
+    """Premises of the comparison."""
     recipe = own_recipe.plane()
     setting = settle(recipe, Options(splits="4x5,13/5/2", updates=5, dtype="float64"))
     initial = weights_of(recipe.model(0).double())
@@ -103,7 +103,7 @@ def test_the_arms_of_a_seed_move_from_the_same_weights_by_different_micro_batche
         assert difference(weights_of(model), initial)["weight_difference"] > 0.01, "the weights moved"
 
 
-def test_float32_differs_by_rounding_and_not_by_nothing() -> None:
+def test_float32_differs_by_rounding() -> None:
     report = compare("digits", Options(splits="5x20", updates=30, runs=2))
     apart = arm(report, "5x20").weight_difference
     assert apart is not None
@@ -113,10 +113,8 @@ def test_float32_differs_by_rounding_and_not_by_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "updates"), [("digits-bn", 40), ("digits-conv-bn", 10), ("pairs", 20), ("crowd", 20)]
 )
-def test_samples_that_see_each_other_train_like_the_real_batch_and_plainly_do_not(
-    name: str, updates: int
-) -> None:
-    """The last recipe has dropout, too: its random numbers are those of the real batch."""
+def test_coupled_samples_train_like_the_real_batch_unlike_plain_accumulation(name: str, updates: int) -> None:
+    """The last recipe has dropout too; its random numbers are those of the real batch."""
     recipe = (
         own_recipe.crowd(coupled="exact", batchnorm="per_microbatch")
         if name == "crowd"
@@ -144,7 +142,7 @@ def test_samples_that_see_each_other_train_like_the_real_batch_and_plainly_do_no
         assert plain.weight_difference > 5e-3, plain.name
 
 
-def test_the_report_says_which_arms_are_exact() -> None:
+def test_the_report_names_the_exact_arms() -> None:
     report = compare("digits-bn", Options(splits="5x20", updates=40, runs=2, dtype="float64"))
     assert failures(report) == []
     assert any("(WholeBatch)" in note for note in report.notes)
@@ -158,7 +156,7 @@ def test_the_report_says_which_arms_are_exact() -> None:
     assert drawn == ["1x100 (real batch)", "5x20", "5x20 plain accumulation"]
 
 
-def test_batchnorm_by_micro_batches_is_not_claimed_to_be_exact() -> None:
+def test_batchnorm_per_micro_batch_is_not_called_exact() -> None:
     recipe = replace(load_recipe("digits-bn"), coupled="error")
     report = compare(recipe, Options(splits="5x20", updates=40, runs=2, dtype="float64"))
     split = arm(report, "5x20")
@@ -179,12 +177,11 @@ def test_coupled_samples_are_refused_before_any_training(monkeypatch: pytest.Mon
     assert trained == []
 
 
-# --------------------------------------------------------------------------------------------- the check can
-# fail
+# ----------------------------------------------------------------------------------------- the check can fail
 
 
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the accumulator by a mean of means."""
+    """Replace the Accumulator by a mean of means."""
 
     right = arms_module.accumulator_of
 
@@ -214,8 +211,7 @@ def test_a_report_that_shows_nothing_fails_the_check() -> None:
     assert "the comparison was interrupted" in failures(replace(report, partial=True))
 
 
-# --------------------------------------------------------------------------------------------- order and
-# weights
+# ------------------------------------------------------------------------------------------ order and weights
 
 
 def setting_of(**changes: Any) -> Setting:
@@ -240,7 +236,7 @@ def test_without_a_tail_permutations_are_concatenated() -> None:
     assert order[:25].tolist() != order[25:50].tolist()
 
 
-def test_the_order_is_the_seed_s() -> None:
+def test_the_order_depends_on_the_seed() -> None:
     first, again, other = (torch.cat(list(orders(25, setting_of(), seed))).tolist() for seed in (3, 3, 4))
     assert first == again != other
 
@@ -267,14 +263,14 @@ def test_the_stretches_of_a_curve_cover_the_run(updates: int) -> None:
     assert len(ends) == min(50, updates)
 
 
-def test_the_global_random_state_and_threads_are_as_before() -> None:
+def test_random_state_and_threads_are_restored() -> None:
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     compare("digits", Options(splits="5x20", updates=2, runs=1, threads=threads + 1))
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_difference_finds_the_parameter_and_fears_no_zero() -> None:
+def test_difference_finds_the_parameter_and_accepts_zeros() -> None:
     reference = {"w": torch.tensor([3.0, 4.0]), "zero": torch.zeros(2)}
     same = difference({name: value.clone() for name, value in reference.items()}, reference)
     assert (same["weight_difference"], same["worst_difference"]) == (0.0, 0.0)
@@ -293,7 +289,7 @@ def test_splits_of_the_source() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 4, 5, 7, 12, 13, 32, 97, 100, 128, 1000])
-def test_default_splits_are_of_the_batch(batch_size: int) -> None:
+def test_default_splits_cover_the_batch(batch_size: int) -> None:
     splits = default_splits(batch_size)
     assert len(splits) >= 2
     assert splits[0].sizes == (batch_size,)
@@ -319,7 +315,7 @@ def test_errors_of_splits(text: str, message: str) -> None:
         parse_splits(text)
 
 
-def test_the_real_batch_is_added_once_and_comes_first() -> None:
+def test_the_real_batch_is_the_first_arm_and_occurs_once() -> None:
     recipe = load_recipe("digits")
     for splits in ("5x20,1x100", "1x100,5x20", "5x20", ("5x20", "5x20")):
         setting = settle(recipe, Options(splits=splits))
@@ -371,7 +367,7 @@ def test_a_recipe_object_cannot_be_sent_to_workers() -> None:
         compare(own_recipe.plane(), Options(workers=2))
 
 
-def test_a_loss_that_is_no_number_is_an_error_of_ours() -> None:
+def test_a_nonfinite_loss_is_a_superbatch_error() -> None:
     with pytest.raises(
         SuperbatchError, match=r"with loss inf, the loss is not finite.*\. Check that micro-batch"
     ):
@@ -440,8 +436,8 @@ def test_peak_memory_falls_with_the_micro_batch() -> None:
     assert (peaks[0] or 0) > 3 * (peaks[2] or 0)
 
 
-def test_train_seed_starts_every_arm_from_the_same_weights_whatever_the_recipe_does() -> None:
-    """A recipe that ignores the seed and draws from the global generator."""
+def test_every_arm_of_a_seed_starts_from_the_same_weights() -> None:
+    """The recipe ignores the seed and draws from the global generator."""
     recipe = own_recipe.plane(model=lambda seed: torch.nn.Sequential(torch.nn.Linear(4, 1)))
     setting = settle(recipe, Options(splits="4x5", updates=3, dtype="float64"))
     (_, real), (_, split) = train_seed(recipe, setting, 0)
@@ -452,7 +448,7 @@ def test_train_seed_starts_every_arm_from_the_same_weights_whatever_the_recipe_d
 
 @pytest.mark.slow
 def test_the_experiment_of_the_first_source() -> None:
-    """Accuracy about 95.4 +- 0.36, weights within rounding, equivalent within half a point."""
+    """Expected: accuracy 95.4 +- 0.36, weights equal up to rounding, equivalence within half a point."""
     report = compare("digits", Options(workers=2))
     for each in report.arms:
         assert each.mean == pytest.approx(95.4, abs=0.4)

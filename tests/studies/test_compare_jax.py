@@ -1,4 +1,4 @@
-# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# JAX is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """`superbatch compare --backend jax`: the same runs as on torch, and the same report."""
 
@@ -31,32 +31,32 @@ UPDATE: Any = on_jax.update
 run = commands.run
 
 
-def test_every_arm_is_the_run_on_torch() -> None:
+def test_every_arm_equals_the_run_on_torch() -> None:
     setting, _ = checks.trained("jax", EVERYTHING)
     assert setting.tail == 40, "the premise: there are tails"
     assert {arm.way for arm in setting.arms} == set(on_jax.HOW), "the premise: every way is there"
     checks.agrees_with_torch("jax", EVERYTHING)
 
 
-def test_splits_agree_and_wrong_ways_do_not() -> None:
+def test_splits_agree_and_wrong_accumulation_does_not() -> None:
     checks.splits_agree("jax", EVERYTHING)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])  # AdamW is Adam, and its decay
-def test_every_optimizer_is_torch_s(optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])  # AdamW covers Adam
+def test_every_optimizer_equals_that_of_torch(optimizer: str) -> None:
     options = Options(splits="5x20", updates=12, dtype="float64", optimizer=optimizer)
     checks.agrees_with_torch("jax", options)
     checks.splits_agree("jax", options)
 
 
-def test_nothing_is_compiled_for_another_seed() -> None:
+def test_another_seed_compiles_nothing() -> None:
     checks.report_of("jax", runs=1)
     before = UPDATE._cache_size()
     checks.report_of("jax", runs=3)
     assert UPDATE._cache_size() == before > 0
 
 
-def test_float64_is_asked_for_and_left() -> None:
+def test_float64_is_enabled_and_disabled_again() -> None:
     assert not jax.config.jax_enable_x64, "the premise"
     checks.report_of("jax", updates=1, runs=1)
     assert not jax.config.jax_enable_x64
@@ -69,7 +69,7 @@ def test_memory_falls_with_the_micro_batch() -> None:
     assert report.notes[-1].startswith("Peak memory is that of the temporary buffers")
 
 
-# ------------------------------------------------------------------------------------------ it can fail
+# ------------------------------------------------------------------------------------ the check can fail
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_broken_accumulation_is_found(
     assert f"{split}: weights differ by" in failures(checks.report_of("jax", splits=split))[0]
 
 
-def test_other_samples_are_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_samples_change_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(splits="5x20", updates=3, dtype="float64")
     right = without_torch.Draws
     monkeypatch.setattr(without_torch, "Draws", lambda seed: right(seed + 1))
@@ -120,10 +120,10 @@ def test_other_samples_are_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
         checks.agrees_with_torch("jax", options)
 
 
-# ------------------------------------------------------------------------------------------ for a user
+# ------------------------------------------------------------------------------------------ the command
 
 
-def test_the_command_shows_the_table_and_writes_the_files(
+def test_the_command_prints_the_table_and_writes_the_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quick = ("--runs", "2", "--updates", "4", "--workers", "1", "--splits", "5x20,20x5")
@@ -143,7 +143,7 @@ def test_the_command_shows_the_table_and_writes_the_files(
 
 
 def test_torch_is_not_needed(tmp_path: Path) -> None:
-    """Two worker processes load the recipe by its name; an import of torch would fail in them."""
+    """Two worker processes load the recipe by its name; importing torch fails in them."""
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n", encoding="utf-8")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"

@@ -1,4 +1,4 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# Keras is an extra. If it is not installed, pyright cannot resolve the module or its members:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """`superbatch compare --backend keras`: the same runs as on torch, on the framework of Keras."""
 
@@ -34,7 +34,7 @@ in_float64 = pytest.mark.skipif(
 
 
 @in_float64
-def test_every_arm_is_the_run_on_torch() -> None:
+def test_every_arm_equals_the_run_on_torch() -> None:
     setting, _ = checks.trained("keras", UNEQUAL)
     assert {arm.way for arm in setting.arms} == set(on_keras.HOW), "the premise: every way is there"
     checks.agrees_with_torch("keras", UNEQUAL)
@@ -52,11 +52,11 @@ def test_splits_agree_with_every_optimizer(optimizer: str) -> None:
 
 
 @in_float64
-def test_a_run_leaves_no_trace_in_the_next() -> None:
-    """Models are reused: momentum would show a state that a run has left behind."""
+def test_a_run_does_not_affect_the_next() -> None:
+    """Models are reused; momentum would reveal state left by an earlier run."""
     first, second = (checks.report_of("keras", optimizer="momentum").arms[1].runs for _ in range(2))
     assert [run.losses for run in first] == [run.losses for run in second]
-    assert keras.config.floatx() == "float32", "as before"
+    assert keras.config.floatx() == "float32", "the result is the same as before"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_run_leaves_no_trace_in_the_next() -> None:
         ({"splits": "30/70"}, "with the split 30/70"),
     ],
 )
-def test_what_it_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         checks.report_of("keras", **{"dtype": "float32", **options})
 
@@ -85,7 +85,7 @@ def test_float64_on_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         checks.report_of("keras")
 
 
-def test_a_framework_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError("No module named 'jax'", name="jax.numpy")
 
@@ -95,7 +95,7 @@ def test_a_framework_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch)
         backends.load_backend("keras")
 
 
-# ------------------------------------------------------------------------------------------ it can fail
+# ------------------------------------------------------------------------------------ the check can fail
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def fresh() -> Iterator[None]:
 
 
 class FirstOnly:
-    """A model that makes its update with the first micro-batch alone."""
+    """A model that updates with only the first micro-batch."""
 
     def __init__(self, model: Any, *, microbatch_size: int) -> None:
         self.model, self.size = model, microbatch_size
@@ -128,14 +128,14 @@ def test_a_broken_accumulation_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert "5x20: weights differ by" in failures(checks.report_of("keras"))[0]
 
 
-def test_other_samples_are_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_samples_change_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     right = without_torch.Draws
     monkeypatch.setattr(without_torch, "Draws", lambda seed: right(seed + 1))
     with pytest.raises(AssertionError, match="1x100"):
         checks.agrees_with_torch("keras", Options(splits="5x20", updates=3), bound=1e-4)
 
 
-# ------------------------------------------------------------------------------------------ for a user
+# ------------------------------------------------------------------------------------------ the command
 
 
 @pytest.mark.parametrize(

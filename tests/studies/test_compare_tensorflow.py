@@ -1,4 +1,4 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
 """`superbatch compare --backend tensorflow`: the same runs as on torch, and the same report."""
 
@@ -27,19 +27,19 @@ EVERYTHING = Options(splits=checks.SPLITS, updates=24, dtype="float64", include_
 run = commands.run
 
 
-def test_every_arm_is_the_run_on_torch() -> None:
+def test_every_arm_equals_the_run_on_torch() -> None:
     setting, _ = checks.trained("tensorflow", EVERYTHING)
     assert setting.tail == 40, "the premise: there are tails"
     assert {arm.way for arm in setting.arms} == set(on_tensorflow.HOW), "the premise: every way is there"
     checks.agrees_with_torch("tensorflow", EVERYTHING)
 
 
-def test_splits_agree_and_wrong_ways_do_not() -> None:
+def test_splits_agree_and_wrong_accumulation_does_not() -> None:
     checks.splits_agree("tensorflow", EVERYTHING)
 
 
-def test_momentum_is_torch_s_in_float32() -> None:
-    """Keras rounds 0.9 to float32, whatever the dtype of the weights."""
+def test_momentum_equals_that_of_torch_in_float32() -> None:
+    """Keras rounds 0.9 to float32 for any dtype of the weights."""
     options = Options(splits="5x20", updates=12, dtype="float64", optimizer="momentum")
     checks.agrees_with_torch("tensorflow", options, bound=1e-6)
     checks.splits_agree("tensorflow", options)
@@ -47,13 +47,13 @@ def test_momentum_is_torch_s_in_float32() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_splits_agree_with_keras_own_adam(optimizer: str) -> None:
-    """Keras' Adam has another epsilon in another place, so it is not the run on torch."""
+    """Adam of Keras has a different epsilon in a different place, so it differs from torch."""
     checks.splits_agree(
         "tensorflow", Options(splits="5x20", updates=12, dtype="float64", optimizer=optimizer)
     )
 
 
-def test_nothing_is_traced_for_another_seed_or_split() -> None:
+def test_another_seed_or_split_traces_nothing() -> None:
     checks.report_of("tensorflow", runs=1)
     update = on_tensorflow.program("accumulator", "sgd", 0.06, "float64").update
     before = update.experimental_get_tracing_count()
@@ -61,8 +61,8 @@ def test_nothing_is_traced_for_another_seed_or_split() -> None:
     assert update.experimental_get_tracing_count() == before == 1
 
 
-def test_a_run_leaves_no_trace_in_the_next() -> None:
-    """Programs are reused: momentum would show a state that a run has left behind."""
+def test_a_run_does_not_affect_the_next() -> None:
+    """Programs are reused; momentum would reveal state left by an earlier run."""
     first, second = (checks.report_of("tensorflow", optimizer="momentum").arms[1].runs for _ in range(2))
     assert [run.losses for run in first] == [run.losses for run in second]
 
@@ -79,7 +79,7 @@ def test_keras_on_another_framework_is_refused(monkeypatch: pytest.MonkeyPatch) 
         checks.report_of("tensorflow")
 
 
-# ------------------------------------------------------------------------------------------ it can fail
+# ------------------------------------------------------------------------------------ the check can fail
 
 
 @pytest.fixture
@@ -111,17 +111,17 @@ def test_a_broken_accumulator_is_found(
     assert f"{split}: weights differ by" in failures(checks.report_of("tensorflow", splits=split))[0]
 
 
-def test_other_samples_are_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_samples_change_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     right = without_torch.Draws
     monkeypatch.setattr(without_torch, "Draws", lambda seed: right(seed + 1))
     with pytest.raises(AssertionError, match="1x100"):
         checks.agrees_with_torch("tensorflow", Options(splits="5x20", updates=3, dtype="float64"))
 
 
-# ------------------------------------------------------------------------------------------ for a user
+# ------------------------------------------------------------------------------------------ the command
 
 
-def test_the_command_shows_the_table_and_writes_the_files(
+def test_the_command_prints_the_table_and_writes_the_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quick = ("--runs", "2", "--updates", "4", "--workers", "1", "--splits", "5x20", "--include-wrong")

@@ -27,8 +27,8 @@ def recipe():
 """
 
 
-def test_pairs_of_ones_own(tmp_path: Path) -> None:
-    """A folder with a file of queries and passages, and a recipe file beside it."""
+def test_pairs_of_the_user(tmp_path: Path) -> None:
+    """Use a folder with a file of queries and passages, and a recipe file beside it."""
     letters = [chr(ord("a") + i) * 3 for i in range(20)]
     lines = [f"{letters[i % 20]} {letters[i % 7]}\t{letters[i % 20]} {letters[i % 11]}" for i in range(1800)]
     (tmp_path / "pairs.tsv").write_text("\n".join(lines), encoding="utf-8")
@@ -39,7 +39,7 @@ def test_pairs_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_sources(tmp_path: Path) -> None:
-    """Generated: 2100 documented functions, and a comment beside each."""
+    """Generate 2100 documented functions, each with a comment."""
     names = ["".join(chr(97 + i // 26**k % 26) * 2 for k in range(3)) for i in range(2100)]
     lines = [
         f'# Read {name} from file\ndef {name}(file):\n    """Read {name} from an open file again."""\n'
@@ -85,7 +85,7 @@ def test_pairs_of_a_folder(tmp_path: Path, kind: str) -> None:
     assert recipe.samples == 2100 - 1500
     assert "a query must find its passage" in recipe.description and tmp_path.name in recipe.description
     batch = recipe.batch(torch.arange(200))
-    assert (batch["query"] > 0).any() and (batch["code"] > 0).any(), "words are known on both sides"
+    assert (batch["query"] > 0).any() and (batch["code"] > 0).any(), "both sides share words"
 
 
 def test_a_query_and_a_passage_count_once(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_a_query_and_a_passage_count_once(tmp_path: Path) -> None:
     assert load_recipe("code-search", data=tmp_path).samples == 2100 - 1500
 
 
-def test_pairs_are_learnt(tmp_path: Path) -> None:
-    """From the command's options to the table; the exact way is among those that learn."""
+def test_the_exact_update_learns_pairs(tmp_path: Path) -> None:
+    """Run the whole command; the exact update is among those that learn."""
     write_pairs(tmp_path, 2300, "tsv")
     report = study("coupled", "code-search", Options(runs=1, samples=1024, data=tmp_path))
     assert report.setting["updates"] == "4" and "device" not in report.setting
@@ -146,7 +146,7 @@ def test_a_text_corpus(tmp_path: Path) -> None:
     assert "one of 8 texts is text, the others are lines" in recipe.description
     labels = recipe.batch(torch.arange(recipe.samples))["labels"]
     lengths = (labels != -100).sum(1)
-    assert set(lengths.tolist()) == {128, 24}, "premise: the samples weigh differently"
+    assert set(lengths.tolist()) == {128, 24}, "premise: the weights of the samples differ"
     assert 8 * int((lengths == 128).sum()) == len(lengths)
     (tmp_path / "one.py").write_text("# A source, which is read first\n", encoding="utf-8")
     with pytest.raises(InputError, match="has 0 pieces of source and 1 comments, but token-means needs 1000"):
@@ -157,7 +157,7 @@ def test_a_text_corpus(tmp_path: Path) -> None:
 
 
 def write_images(folder: Path, names: tuple[str, ...], each: int, kind: str = "png") -> None:
-    """A grey level for each name, with noise."""
+    """Write noisy images with a grey level for each name."""
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra: plot)")
     draw = random.Random(0)
     for place, name in enumerate(names):
@@ -169,7 +169,7 @@ def write_images(folder: Path, names: tuple[str, ...], each: int, kind: str = "p
 
 
 @pytest.mark.parametrize("kind", ["png", "ppm", "jpg"])
-def test_numbers_of_things_in_images(tmp_path: Path, kind: str) -> None:
+def test_counts_of_objects_in_images(tmp_path: Path, kind: str) -> None:
     write_images(tmp_path, ("0", "3", "12"), 70, kind)
     recipe = load_recipe("counting", data=tmp_path)
     assert "0 to 12 things in images of" in recipe.description
@@ -191,11 +191,11 @@ def test_classes_of_images(tmp_path: Path) -> None:
     assert "2 classes of images of" in report.description
     errors = {arm.name: arm.mean("errors, %") for arm in report.arms}
     assert all(value is not None and 0 <= value <= 100 for value in errors.values())
-    assert errors["GroupNorm"] == 0, "premise: the classes can be told apart"
+    assert errors["GroupNorm"] == 0, "premise: the classes are separable"
     assert report.conclusion.startswith("Errors, % (lower is better) of superbatch: ")
 
 
-def test_the_exact_update_of_classes_is_that_of_the_real_batch(tmp_path: Path) -> None:
+def test_the_exact_update_of_classes_equals_the_real_batch(tmp_path: Path) -> None:
     write_images(tmp_path, ("cat", "dog", "owl"), 70)
     recipe = load_recipe("counting", data=tmp_path)
     assert isinstance(recipe, CoupledRecipe)
@@ -271,7 +271,7 @@ def test_the_losses_take_a_device(name: str, tmp_path: Path) -> None:
         torch.nn.functional.cross_entropy(torch.ones(1, 2, device="meta"), torch.zeros(1, dtype=torch.long))
 
 
-def test_a_device_that_is_not_here() -> None:
+def test_a_missing_device() -> None:
     message = r"device='cuda:99' cannot be used here: .*\. Leave it out to train on the CPU\."
     with pytest.raises(InputError, match=message):
         study("coupled", "ring", Options(device="cuda:99"))

@@ -1,4 +1,4 @@
-"""The study `coupled`: its ways against the real large batch, its report, and its conclusions."""
+"""The study `coupled`: its ways of accumulating against the real large batch, its report and conclusions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Gradient = dict[str, Tensor]
 
 @cache
 def made(name: str) -> CoupledRecipe:
-    """Return a recipe; code search with random words, because reading the standard library takes long."""
+    """Return a recipe; code search uses random words, because reading the standard library is slow."""
     if name == "token-means":
         return token_means(held_out=20)
     if name == "code-search":
@@ -52,36 +52,36 @@ def made(name: str) -> CoupledRecipe:
     return recipe
 
 
-def whole(recipe: CoupledRecipe) -> Any:
+def random_batch(recipe: CoupledRecipe) -> Any:
     """Return a batch of random samples."""
     return cast_batch(recipe.batch(stream(recipe.samples, recipe.batch_size, seed=1)), "float64")
 
 
-def of_loop(recipe: CoupledRecipe, model: nn.Module, parts: Sequence[Any]) -> Gradient:
-    """Return the gradients of a plain loop over the parts; a single part is the real large batch."""
+def loop_gradients(recipe: CoupledRecipe, model: nn.Module, parts: Sequence[Any]) -> Gradient:
+    """Return the gradients of a plain loop over micro-batches; one micro-batch is the real large batch."""
     loss_fn = recipe.loss_fn(model)
     for part in parts:
         (loss_fn(part) / len(parts)).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def of_way(recipe: CoupledRecipe, name: str) -> tuple[Gradient, nn.Module]:
-    """Return the gradients that a way gives to its optimizer for one batch, in float64, and the model."""
+def way_gradients(recipe: CoupledRecipe, name: str) -> tuple[Gradient, nn.Module]:
+    """Return the gradients that a way passes to its optimizer for one batch in float64, and the model."""
     way = recipe.way(name)
     model = way.model(3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     found: Gradient = {}
 
-    def look(*_: object) -> None:
+    def record_gradients(*_: object) -> None:
         found.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
 
-    optimizer.register_step_pre_hook(look)
-    way.update(model, optimizer, STRENGTH)(whole(recipe))
+    optimizer.register_step_pre_hook(record_gradients)
+    way.update(model, optimizer, STRENGTH)(random_batch(recipe))
     return found, model
 
 
-def apart(found: Gradient, reference: Gradient) -> float:
-    """Return the largest relative difference of a parameter, relative to all of them if its gradient is 0."""
+def largest_difference(found: Gradient, reference: Gradient) -> float:
+    """Return the largest relative difference of a gradient; near 0 it is relative to the total norm."""
     assert found.keys() == reference.keys()
     total = torch.stack([each.norm() for each in reference.values()]).norm()
     assert total > 1e-6, "premise: there is a gradient"
@@ -90,19 +90,21 @@ def apart(found: Gradient, reference: Gradient) -> float:
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_superbatch_makes_the_update_of_the_real_batch_and_a_plain_loop_does_not(name: str) -> None:
+def test_superbatch_gives_the_update_of_the_real_batch_unlike_a_plain_loop(name: str) -> None:
     recipe = made(name)
-    real = of_loop(recipe, recipe.model(3).double(), [whole(recipe)])
-    assert apart(of_way(recipe, recipe.ways[0].name)[0], real) < 1e-12
+    real = loop_gradients(recipe, recipe.model(3).double(), [random_batch(recipe)])
+    assert largest_difference(way_gradients(recipe, recipe.ways[0].name)[0], real) < 1e-12
     plain = [way.name for way in recipe.ways if way.name.startswith("plain")]
     assert len(plain) >= 2
     for each in plain:
-        found, model = of_way(recipe, each)
-        assert apart(found, real) > 1e-2, "premise, and the mutant: micro-batches one by one"
+        found, model = way_gradients(recipe, each)
+        assert largest_difference(found, real) > 1e-2, "premise, and the mutant: plain accumulation differs"
         size = int(each.rpartition(" ")[2])
         looped = recipe.model(3).double()
-        parts = cut(whole(recipe), (size,) * (recipe.batch_size // size))
-        assert apart(found, of_loop(recipe, looped, parts)) < 1e-12, "the plain way is the loop"
+        parts = cut(random_batch(recipe), (size,) * (recipe.batch_size // size))
+        assert largest_difference(found, loop_gradients(recipe, looped, parts)) < 1e-12, (
+            "the plain way is the loop"
+        )
         kept = dict(looped.named_buffers())
         for path, buffer in model.named_buffers():
             assert torch.allclose(buffer, kept[path], rtol=1e-12, atol=1e-14), "running statistics as well"
@@ -115,31 +117,31 @@ def loss_of(name: str) -> BatchLoss:
 
 @pytest.mark.parametrize(("name", "size"), [("counting", 2), ("fairness", 16), ("ring", 8)])
 def test_the_exact_update_does_not_depend_on_the_micro_batch(name: str, size: int) -> None:
-    """With micro-batches as small as those of the plain ways; the recipes use larger ones to save time."""
+    """Micro-batches as small as in plain accumulation; the recipes use larger ones to save time."""
     recipe = made(name)
     way = replace(recipe.ways[0], update=accumulated(WholeBatch, loss_of(name), microbatch_size=size))
-    found, _ = of_way(replace(recipe, ways=(way, *recipe.ways[1:])), way.name)
-    real = of_loop(recipe, recipe.model(3).double(), [whole(recipe)])
-    assert apart(found, real) < 1e-12
+    found, _ = way_gradients(replace(recipe, ways=(way, *recipe.ways[1:])), way.name)
+    real = loop_gradients(recipe, recipe.model(3).double(), [random_batch(recipe)])
+    assert largest_difference(found, real) < 1e-12
 
 
 def test_cached_gradients_are_exact_too() -> None:
     recipe = made("code-search")
-    real = of_loop(recipe, recipe.model(3).double(), [whole(recipe)])
-    assert apart(of_way(recipe, "cached gradients")[0], real) < 1e-12
+    real = loop_gradients(recipe, recipe.model(3).double(), [random_batch(recipe)])
+    assert largest_difference(way_gradients(recipe, "cached gradients")[0], real) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["GroupNorm", "frozen BatchNorm"])
 def test_norms_without_coupling_are_exact_in_any_micro_batches(name: str) -> None:
     recipe = made("counting")
-    found, model = of_way(recipe, name)
+    found, model = way_gradients(recipe, name)
     model = copy.deepcopy(recipe.way(name).model(3).double())
-    parts = cut(whole(recipe), (4,) * (recipe.batch_size // 4))
-    assert apart(found, of_loop(recipe, model, parts)) < 1e-12
+    parts = cut(random_batch(recipe), (4,) * (recipe.batch_size // 4))
+    assert largest_difference(found, loop_gradients(recipe, model, parts)) < 1e-12
 
 
-def test_the_unbiased_penalty_has_the_mean_of_the_square_of_the_whole() -> None:
-    """Over many draws; the plain penalty with m = 16 is too large."""
+def test_the_unbiased_penalty_has_the_mean_of_the_batch_penalty() -> None:
+    """Compare over many draws; the plain penalty with m = 16 is too large."""
     from superbatch.lab.recipes.coupled.fairness import gap, people
 
     table = people(64_000, seed=5)
@@ -155,12 +157,12 @@ def test_the_unbiased_penalty_has_the_mean_of_the_square_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_the_report_has_every_way(name: str) -> None:
+def test_the_report_contains_every_way(name: str) -> None:
     from superbatch.lab import plot
 
     recipe = made(name)
     report = study("coupled", recipe, Options(runs=2, samples=recipe.batch_size))
-    assert report.seeds == (100, 101), "seeds of their own"
+    assert report.seeds == (100, 101), "each run has its own seed"
     assert [arm.name for arm in report.arms] == [way.name for way in recipe.ways]
     assert [row[0] for row in study_table(report).rows] == [way.name for way in recipe.ways]
     assert {test.second for test in report.tests} == {"superbatch"} == {recipe.ways[0].name}

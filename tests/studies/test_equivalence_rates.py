@@ -1,4 +1,4 @@
-"""Error rates of the equivalence tests at the margin by simulation: ties, few runs and skew."""
+"""Simulated error rates of the equivalence tests at the margin: ties, few runs and skew."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ def cells() -> list[tuple[str, int]]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("case", "runs"), cells())
 def test_a_difference_of_the_margin_is_rarely_called_equivalent(case: str, runs: int) -> None:
-    """At most 5 % by design, plus 2 standard errors of the simulation and the small excess of counts."""
+    """At most 5 % by design; the bounds add 2 standard errors and a small excess for counts."""
     draw, step = CASES[case]
     found = share_equivalent(draw, runs, 2000, step)
     assert found < (0.2 if case == "skewed" else 0.075)
-    assert found > 0.1 or case != "skewed"  # what docs/studies.md admits
+    assert found > 0.1 or case != "skewed"  # documented in docs/studies.md
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ["rounded, sd .05", "a quarter one step above", "counts"])
 @pytest.mark.parametrize("runs", [3, 5])
-def test_a_step_that_nobody_stated_is_seen_in_the_runs(case: str, runs: int) -> None:
+def test_an_undeclared_step_is_inferred_from_the_runs(case: str, runs: int) -> None:
     assert share_equivalent(CASES[case][0], runs, 1000, None) < 0.085
 
 
-def test_without_the_floor_ties_pass_for_evidence() -> None:
+def test_without_the_floor_ties_are_taken_as_evidence() -> None:
     """In the mutant the standard deviation has no floor."""
     draw, _ = CASES["a quarter one step above"]
     assert share_equivalent(draw, 3, 1000, 0.0) > 0.3
@@ -88,7 +88,7 @@ def test_independent_groups_with_ties(sd: float, runs: int) -> None:
     assert found[0.0] > 100 or (sd, runs) != (0.05, 3)  # without the floor
 
 
-def test_power_is_kept_where_there_is_no_difference() -> None:
+def test_power_is_kept_if_there_is_no_difference() -> None:
     rng = np.random.default_rng(0)
     found = 0
     for _ in range(1000):

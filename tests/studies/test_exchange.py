@@ -1,4 +1,4 @@
-"""The exchange of gradients is timed in a command on several ranks: two processes with gloo."""
+"""Timing of the gradient all-reduce in a command on two ranks with gloo."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_both_ranks_know_what_the_slower_one_measured(measured: list[dict[str, Any]]) -> None:
+def test_both_ranks_get_the_time_of_the_slower_one(measured: list[dict[str, Any]]) -> None:
     assert [(each["rank"], each["count"]) for each in measured] == [(0, 2), (1, 2)]
     for name in ("small", "large", "late"):
         assert measured[0][name] == measured[1][name] > 0
     assert measured[0]["late"] >= exchange_ranks.SLEEP
 
 
-def test_the_time_is_that_of_the_gradients_which_are_exchanged(measured: list[dict[str, Any]]) -> None:
-    """Frozen parameters have no gradient. Elements are counted, because times depend on the load."""
+def test_only_gradients_of_trained_parameters_are_timed(measured: list[dict[str, Any]]) -> None:
+    """Frozen parameters have no gradient. The test counts elements, because times depend on the load."""
     for of_rank in measured:
         assert of_rank["numbers"] == {
             "small": [4] * ROUNDS,
@@ -55,7 +55,7 @@ def test_the_time_is_that_of_the_gradients_which_are_exchanged(measured: list[di
         }
 
 
-def test_the_advice_has_what_was_measured_and_is_given_once(tmp_path: Path) -> None:
+def test_the_advice_contains_the_measured_time_and_is_printed_once(tmp_path: Path) -> None:
     asked = ("digits", "--threads", "1", "--noise", "80", "--accumulation-steps", "4", "--out", str(tmp_path))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -81,7 +81,7 @@ def test_the_advice_has_what_was_measured_and_is_given_once(tmp_path: Path) -> N
     assert any("timed over 2 ranks" in note for note in report.notes)
 
 
-def test_ranks_that_are_elsewhere_are_not_measured_here() -> None:
+def test_ranks_must_equal_the_ranks_of_the_command() -> None:
     with pytest.raises(InputError, match="ranks=8 in a command on 2 ranks"):
         check_ranks(8, 2)
     assert check_ranks(8, 1) == 8
@@ -90,9 +90,7 @@ def test_ranks_that_are_elsewhere_are_not_measured_here() -> None:
 @pytest.mark.parametrize(
     ("rank", "count"), [("one", "2"), ("2", "2"), ("0", "many")], ids=["rank", "too large", "count"]
 )
-def test_an_environment_that_makes_no_sense_is_refused(
-    rank: str, count: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_environment_is_refused(rank: str, count: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", count)
@@ -100,7 +98,7 @@ def test_an_environment_that_makes_no_sense_is_refused(
         started_on()
 
 
-def test_a_batch_system_that_numbers_processes_is_no_reason_to_wait_for_others(
+def test_rank_variables_without_a_master_address_are_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)

@@ -36,7 +36,7 @@ QUICK = Options(threads=1)
 
 
 def wide(**changes: Any) -> Recipe:
-    """A recipe with more activations than parameters, so that memory depends on the micro-batch."""
+    """Return a recipe with more activations than parameters, so that memory depends on the micro-batch."""
 
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -51,7 +51,7 @@ def quick(**changes: Any) -> Options:
 
 @pytest.fixture(autouse=True, scope="module")
 def few_rounds() -> Iterator[None]:
-    """Time few windows: tests that depend on times bring their own clock."""
+    """Time few windows; tests that depend on times patch the clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "ROUNDS", 2)
         patch.setattr("superbatch.lab.studies.rehearsal.WINDOW_SECONDS", 0.001)
@@ -67,14 +67,14 @@ def limited() -> Fitting:
 # ------------------------------------------------------------------------------------------- memory
 
 
-def test_a_prediction_is_what_is_measured(limited: Fitting) -> None:
+def test_predictions_equal_measurements(limited: Fitting) -> None:
     errors = [size.error for size in limited.sizes if size.probe is not None and size.measured]
     assert len(errors) > 4, "the premise: several sizes were predicted and measured"
     assert max(abs(error or 0.0) for error in errors) < 0.01
     assert limited.how == "fake tensors"
 
 
-def test_a_measured_peak_is_that_of_the_users_own_training() -> None:
+def test_a_measured_peak_is_that_of_the_users_training() -> None:
     recipe = wide()
     report = fit(recipe, quick(optimizer="adam"))
     model = recipe.model(0)
@@ -90,10 +90,10 @@ def test_a_measured_peak_is_that_of_the_users_own_training() -> None:
     measured = report.of(25).measured
     assert measured is not None and abs(measured / real - 1) < 0.02, (measured, real)
     parameters = sum(p.numel() for p in model.parameters()) * 4
-    assert measured > 3 * parameters, "gradients and Adam's two moments are in it"
+    assert measured > 3 * parameters, "it includes gradients and Adam's two moments"
 
 
-def test_nothing_above_the_limit_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_above_the_limit_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     recipe = wide()
     real = recipe.loss_fn
@@ -109,7 +109,7 @@ def test_nothing_above_the_limit_is_run(monkeypatch: pytest.MonkeyPatch) -> None
         return noted
 
     report = fit(replace(recipe, loss_fn=loss_fn), quick(limit=150 * KIB))
-    assert 1 < report.largest < 100, "the premise: the limit cuts"
+    assert 1 < report.largest < 100, "the premise: the limit excludes sizes"
     assert max(seen) <= report.largest
     tops = [size.samples for size in report.sizes if size.fits]
     assert max(tops) == near_equal(100, report.largest)[0] == max(seen)
@@ -150,7 +150,7 @@ def test_nothing_fits() -> None:
     assert findings(report)[0] == "Not even one sample fits in 100 B (asked for)."
 
 
-def test_sizes_that_are_asked_for() -> None:
+def test_requested_sizes() -> None:
     report = fit(wide(), quick(sizes=(3, 60)))
     assert [size.samples for size in report.sizes] == [3, 60]
     assert all(size.measured and size.seconds for size in report.sizes)
@@ -170,7 +170,7 @@ def test_bfloat16_is_summed_in_float32() -> None:
     assert (low.of(50).measured or 0) < (own.of(50).measured or 0)
 
 
-def test_what_would_lower_the_peak() -> None:
+def test_savings_of_memory() -> None:
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
@@ -179,8 +179,8 @@ def test_what_would_lower_the_peak() -> None:
     report = fit(wide(model=model), quick(optimizer="adam", batch_size=1000, sizes=(1000,)))
     saved = {each.name: each.bytes for each in report.savings}
     assert saved.keys() >= {"gradient checkpoints", "optimizer state"}
-    # Each block keeps the outputs of its two Tanh: one is the input of the next, which a checkpoint keeps;
-    # the other is made again, for one block at a time.
+    # Each block keeps the outputs of its two Tanh. A checkpoint keeps the second, the input of the next
+    # block, and recomputes the first, one block at a time.
     output = 1000 * 64 * 4
     assert saved["gradient checkpoints"] == pytest.approx(5 * output, rel=0.1)
     table = savings_table(report)
@@ -192,7 +192,7 @@ def test_what_would_lower_the_peak() -> None:
 
 
 def test_time_grows_with_the_batch_and_a_slow_size_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock by which micro-batches of 25 are the fastest, and the whole batch is 1.5 times as slow."""
+    """A patched clock makes micro-batches of 25 the fastest; the whole batch takes 1.5 times as long."""
     from superbatch.lab.studies.rehearsal import Trainer
 
     per_sample = {100: 1.5e-3, 50: 1.2e-3, 25: 1.0e-3, 13: 1.1e-3}
@@ -214,7 +214,7 @@ def test_time_grows_with_the_batch_and_a_slow_size_is_not_chosen(monkeypatch: py
     assert report.reach[1].seconds == pytest.approx(0.41)
 
 
-def test_the_end_comes_in_time() -> None:
+def test_fit_ends_in_time() -> None:
     recipe = wide()
     real, slept = recipe.loss_fn, []
 
@@ -231,10 +231,10 @@ def test_the_end_comes_in_time() -> None:
 
     start = time.monotonic()
     report = fit(replace(recipe, loss_fn=slow), quick(seconds=1.0))
-    # The part of the four seconds that does not depend on the machine; the rest allows for load.
+    # The sleeps do not depend on the machine; the total time allows for load.
     assert sum(slept) < 3 and time.monotonic() - start < 15
     assert report.of(1).measured and not report.of(100).measured
-    assert report.of(100).predicted, "what is not measured is predicted"
+    assert report.of(100).predicted, "sizes that are not measured are predicted"
     assert any("There was no time for micro-batches of" in note for note in report.notes)
     said = " ".join(findings(report))
     assert "the fastest of those timed, but larger ones fit that were not timed: give more --seconds" in said
@@ -242,7 +242,7 @@ def test_the_end_comes_in_time() -> None:
 
 
 @pytest.mark.parametrize(("load", "said"), [(0.1, False), (64.0, True)])
-def test_a_busy_machine_is_said(load: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_reported(load: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     report = fit(wide(), QUICK)
@@ -264,10 +264,10 @@ def test_every_recipe_can_be_fitted(name: str) -> None:
     assert len(measured) >= 4
     probed = [size for size in measured if size.probe]
     assert len(probed) >= 4
-    assert max(abs(size.error or 0.0) for size in probed) < 0.06  # a pooled BatchNorm keeps copies of its own
+    assert max(abs(size.error or 0.0) for size in probed) < 0.06  # pooled BatchNorm keeps additional copies
 
 
-def test_coupled_samples_are_kept_together() -> None:
+def test_coupled_samples_are_not_split() -> None:
     report = fit("pairs", QUICK)
     assert report.refused is not None and "samples influence each other" in report.refused
     assert findings(report)[0].startswith("Do not split the batch: its samples are coupled")
@@ -275,7 +275,7 @@ def test_coupled_samples_are_kept_together() -> None:
     assert report.beyond is None
 
 
-def test_batchnorm_that_would_be_refused_is_measured_all_the_same() -> None:
+def test_a_model_refused_because_of_batchnorm_is_still_measured() -> None:
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
@@ -287,13 +287,13 @@ def test_batchnorm_that_would_be_refused_is_measured_all_the_same() -> None:
     assert report.of(50).measured
 
 
-def test_a_wrong_statement_is_an_error() -> None:
+def test_a_wrong_reduction_is_an_error() -> None:
     with pytest.raises(LossSpecError):
         fit(replace(own_recipe.plane_sum(), reduction="mean"), QUICK)
 
 
 @pytest.mark.parametrize("name", ["plane_sum", "plane_returned"])
-def test_other_statements(name: str) -> None:
+def test_other_reductions_and_weights(name: str) -> None:
     report = fit(getattr(own_recipe, name)(), QUICK)
     assert report.largest == 20
     assert report.fastest is not None
@@ -319,7 +319,7 @@ def test_a_model_that_fake_tensors_cannot_run() -> None:
     assert report.largest == pytest.approx(fit(recipe, quick(limit=150 * KIB)).largest, rel=0.1)
 
 
-def test_the_model_is_as_before() -> None:
+def test_the_model_is_unchanged() -> None:
     kept = wide().model(0)
     before = copy.deepcopy(kept.state_dict())
     fit(wide(model=lambda seed: kept), quick(optimizer="adam"))
@@ -345,12 +345,12 @@ def test_the_model_is_as_before() -> None:
         ({"sizes": (0,)}, "A micro-batch of 0 samples"),
     ],
 )
-def test_options_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+def test_invalid_options(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         fit(wide(), Options(**changes))
 
 
-def test_a_loss_that_always_fails_is_the_users_own_error() -> None:
+def test_a_loss_that_always_fails_raises_the_users_error() -> None:
     def broken(model: nn.Module) -> Callable[[Any], Any]:
         def loss(batch: Any) -> Any:
             raise KeyError("no such leaf")
@@ -362,7 +362,7 @@ def test_a_loss_that_always_fails_is_the_users_own_error() -> None:
 
 
 @pytest.mark.parametrize("when", ["predicted", "measured", "timed"])
-def test_an_interruption_keeps_what_is_known(when: str) -> None:
+def test_an_interruption_keeps_the_measurements(when: str) -> None:
     def stop(event: Progress) -> None:
         assert 0 < event.done <= event.total
         if event.finished.startswith(when):
@@ -382,11 +382,11 @@ def test_an_interruption_keeps_what_is_known(when: str) -> None:
 # ------------------------------------------------------------------------------------------- the report
 
 
-def test_json_and_back(limited: Fitting) -> None:
+def test_json_round_trip(limited: Fitting) -> None:
     assert from_json(Fitting, to_json(limited)) == limited
 
 
-def test_what_the_tables_say(limited: Fitting) -> None:
+def test_texts_of_the_tables(limited: Fitting) -> None:
     table = sizes_table(limited)
     assert table.title == "wide: a batch of 100 samples, sgd, float32, cpu, 1 thread"
     names = [row[0] for row in table.rows]
@@ -411,7 +411,7 @@ def values_of(data: Any) -> list[Any]:
     return list(data)
 
 
-def test_the_picture_shows_the_limit_and_the_choice(limited: Fitting) -> None:
+def test_the_plot_shows_the_limit_and_the_choice(limited: Fitting) -> None:
     figure = plot.fitting(limited)
     memory, speed = figure.axes
     lines = {str(line.get_label()): line for line in memory.lines}
@@ -429,13 +429,13 @@ def test_the_picture_shows_the_limit_and_the_choice(limited: Fitting) -> None:
     assert f"largest that fits: {max(size.samples for size in limited.sizes if size.fits)}" in said
 
 
-def test_the_picture_of_a_far_limit_does_not_flatten_the_curve() -> None:
+def test_a_far_limit_does_not_flatten_the_curve_in_the_plot() -> None:
     report = fit(wide(), quick(limit=2**40))
     assert plot.fitting(report).axes[0].get_ylim()[1] < 2**30
     assert "limit: 1.00 TiB (asked for)" in texts_of(report)
 
 
-def test_a_picture_of_little_or_nothing(limited: Fitting) -> None:
+def test_a_plot_of_few_or_no_measurements(limited: Fitting) -> None:
     assert "nothing was timed" in texts_of(
         replace(
             limited, fastest=None, sizes=tuple(replace(s, seconds=None, high=None) for s in limited.sizes)
@@ -446,10 +446,10 @@ def test_a_picture_of_little_or_nothing(limited: Fitting) -> None:
     assert texts_of(replace(limited, sizes=limited.sizes[:1], fastest=None))
 
 
-def test_more_than_the_machine_has_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_above_the_memory_of_the_machine_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_module, "memory_limit", lambda device: Limit(150 * KIB, "a small machine"))
     report = fit(wide(), quick(limit=2**40))
-    assert report.largest == 100, "by the limit that was asked for"
+    assert report.largest == 100, "by the given limit"
     small = max(size.samples for size in report.sizes if size.measured)
     assert (report.of(small).measured or 0) <= 150 * KIB
     assert not report.of(100).measured
@@ -460,18 +460,18 @@ def test_more_than_the_machine_has_is_not_run(monkeypatch: pytest.MonkeyPatch) -
     ("limit", "said"),
     [(1000, " samples."), (2**40, " samples or more.")],
 )
-def test_a_larger_batch_is_named_only_as_far_as_the_curve_is_believed(limit: int, said: str) -> None:
+def test_the_largest_batch_is_extrapolated_to_100_times_the_batch_at_most(limit: int, said: str) -> None:
     report = fit(wide(), quick(limit=limit * KIB))
     assert report.beyond is not None and 100 < report.beyond <= 100 * 100
     assert findings(report)[1].startswith("The whole batch fits in ")
     assert findings(report)[1].endswith(f"so would about {number_text(report.beyond)}{said}")
 
 
-def test_without_measurements_the_limit_is_read_from_the_curve() -> None:
+def test_the_largest_size_of_few_measurements_comes_from_the_curve() -> None:
     found = Findings(limit=Limit(10**6, "a test"), batch_size=64)
     found.measured = {1: 1000, 2: 2000}
     assert (found.largest, found.beyond) == (64, 1000)
     assert found.fastest is None
     found.limit = Limit(10**12, "a test")
-    assert found.beyond == 6400, "a hundred times the batch, not a number that nobody believes"
+    assert found.beyond == 6400, "at most a hundred times the batch"
     assert fit_module.PROBES >= 3

@@ -1,4 +1,4 @@
-"""The noise study: measurements, texts and plots."""
+"""Study of the noise scale: measurements, texts and plots."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def report() -> NoiseStudy:
     return study(plane(), OPTIONS)
 
 
-def test_the_report_is_what_was_asked_for_and_can_be_stored(report: NoiseStudy) -> None:
+def test_the_report_follows_the_options_and_survives_json(report: NoiseStudy) -> None:
     assert (report.batch_size, report.microbatch_size, report.updates) == (40, 5, 60)
     assert [each.update for each in report.points] == list(range(2, 61, 2))
     assert report.points[0].reason == "2 windows measured; 8 needed"
-    assert any(each.batch_size for each in report.points), "premise: it is determined at times"
+    assert any(each.batch_size for each in report.points), "premise: it is sometimes determined"
     assert report.points[-1].loss < report.points[0].loss, "premise: it is trained"
     assert from_json(NoiseStudy, to_json(report)) == report
 
@@ -64,8 +64,8 @@ def test_the_run_and_the_times_follow_from_the_points(report: NoiseStudy) -> Non
     assert report.best is not None and report.best.time == min(each.time or 0 for each in report.steps)
 
 
-def test_the_noise_scale_is_that_of_the_recipe() -> None:
-    """At a rate near 0 the model does not change, and per-sample gradients give T and |G|^2 of the data."""
+def test_the_noise_scale_equals_that_of_the_data() -> None:
+    """At a rate near 0 the model does not change; per-sample gradients give T and |G|^2 of the data."""
     recipe = plane(learning_rates={"sgd": 1e-12})
     model = recipe.model(0)
     loss_fn, gradients = recipe.loss_fn(model), []
@@ -80,7 +80,7 @@ def test_the_noise_scale_is_that_of_the_recipe() -> None:
     assert last.batch_size == pytest.approx(truth, rel=0.25)
 
 
-def test_with_adam_the_models_of_its_preconditioner_are_a_band(report: NoiseStudy) -> None:
+def test_models_of_adams_preconditioner_are_a_band(report: NoiseStudy) -> None:
     assert report.models == (), "sgd has none"
     adam = study(plane(), replace(OPTIONS, optimizer="adam", updates=80))
     assert adam.noise is not None and len(adam.models) == 3
@@ -110,7 +110,7 @@ def test_with_adam_the_models_of_its_preconditioner_are_a_band(report: NoiseStud
     assert any("not determined, not determined; q = 0" in s for s in findings(unknown))
 
 
-def test_a_noise_scale_that_is_not_determined_is_said_and_drawn(report: NoiseStudy) -> None:
+def test_an_undetermined_noise_scale_is_reported_and_plotted(report: NoiseStudy) -> None:
     unknown = tuple(
         replace(each, batch_size=None, high=math.inf, reason="signal not distinguishable from noise")
         for each in report.points
@@ -126,7 +126,7 @@ def test_a_noise_scale_that_is_not_determined_is_said_and_drawn(report: NoiseStu
     assert labels == ["not determined", "at least (no upper end)", "the batch: 40"]
 
 
-def test_what_cannot_be_asked_is_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     for options, text in (
         (Options(batch_size=1), "between 2 and 240"),
         (Options(batch_size=8, microbatch_size=8), "differences between at least two micro-batches"),
@@ -142,12 +142,12 @@ def test_a_rate_of_the_recipe_is_checked_too() -> None:
         study(plane(learning_rates={"sgd": -0.1}), Options(updates=1))
 
 
-def test_samples_that_see_each_other_are_refused() -> None:
+def test_coupled_samples_are_refused() -> None:
     with pytest.raises(InputError, match="a micro-batch has no gradient of its own"):
         study(plane(coupled="exact"), OPTIONS)
 
 
-def test_an_interruption_leaves_what_is_known() -> None:
+def test_an_interruption_keeps_the_measurements() -> None:
     def stop(event: Progress) -> None:
         if event.done >= 30:
             raise KeyboardInterrupt
@@ -167,7 +167,7 @@ def test_numbers_that_torch_would_refuse_are_refused(changed: dict[str, Any]) ->
         study("digits", Options(updates=1, **changed))
 
 
-def test_where_the_signal_was_lost_again_the_upper_end_says_so() -> None:
+def test_the_upper_end_grows_after_the_signal_is_lost() -> None:
     def at(update: int, size: float | None, low: float, high: float) -> NoiseAt:
         reason = None if size else "signal not distinguishable from noise"
         return NoiseAt(
@@ -176,11 +176,11 @@ def test_where_the_signal_was_lost_again_the_upper_end_says_so() -> None:
 
     early = [at(1, None, 0.0, math.inf), at(2, 10.0, 5.0, 20.0), at(3, 10.0, 5.0, 20.0)]
     assert over_run(early) == pytest.approx((10.0, 5.0, 20.0)), (
-        "too few windows at first are no sign of noise"
+        "too few windows at the start do not count as noise"
     )
     value, low, high = over_run([*early, at(4, None, 15.0, math.inf), at(5, None, 15.0, math.inf)])
     assert (value, low) == pytest.approx((10.0, 5.0))
-    # Progress: 2/3 of the samples of two points, and all of the two others: 20 (2/3 + 1) / (2/3)
+    # Progress: 2/3 of the samples of two points, and all samples of two others: 20 (2/3 + 1) / (2/3)
     assert high == pytest.approx(50.0)
 
 
@@ -188,7 +188,7 @@ def over_run(points: list[NoiseAt]) -> tuple[float | None, float, float]:
     return module._over_run(points, 10)
 
 
-def test_noise_that_micro_batches_share_leaves_no_number() -> None:
+def test_noise_shared_by_micro_batches_gives_no_value() -> None:
     """The targets of each batch have a common random shift, as if it came from one document."""
     recipe, draw = plane(), torch.Generator().manual_seed(3)
 
@@ -208,7 +208,7 @@ def test_noise_that_micro_batches_share_leaves_no_number() -> None:
     assert found.notes[-1] in said
 
 
-def test_the_assumption_stands_beside_the_number(report: NoiseStudy) -> None:
+def test_the_report_states_the_assumption_beside_the_value(report: NoiseStudy) -> None:
     assert report.noise is not None
     assert (
         "), if the micro-batches of a window are independent draws: a batch of 40 has" in findings(report)[0]

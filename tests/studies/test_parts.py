@@ -1,4 +1,4 @@
-"""Functions of the studies with known values."""
+"""Known values of functions of the studies."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from superbatch.tuning.noise_range import NoiseRange
 from superbatch.tuning.survey import Sweep
 
 
-def test_splits_are_read() -> None:
+def test_splits_are_parsed() -> None:
     assert parse_split("2x50").sizes == (50, 50)
     assert parse_split("3/1").sizes == (3, 1)
     assert [split.name for split in parse_splits("1x100,5x20")] == ["1x100", "5x20"]
@@ -101,7 +101,7 @@ def test_batches_are_drawn_with_tails_and_resumed() -> None:
     assert sorted(stream(4, 6, seed=0)[:4].tolist()) == [0, 1, 2, 3]
 
 
-def test_parts_of_studies() -> None:
+def test_functions_of_studies() -> None:
     assert entry_of("precision").question == "How much does a sum of K gradients in bfloat16 lose?"
     assert turns_of("digits", Options(workers=2), (0, 1, 2)) == 2
     assert (rate_of(load_recipe("digits"), 16), rate_of(load_recipe("text"), 8)) == (0.32, 0.25)
@@ -152,7 +152,7 @@ def test_stochastic_rounding_has_no_bias() -> None:
     )
 
 
-def test_parts_of_backends_and_recipes() -> None:
+def test_functions_of_backends_and_recipes() -> None:
     assert load_backend("torch").title == "torch"
     assert participants_of("error") == []
     (frozen,) = participants_of("frozen")
@@ -178,7 +178,7 @@ def test_commands_from_python() -> None:
     assert max(surveyed.arms[2].pairs) <= surveyed.tolerance
 
 
-def test_options_as_a_report_keeps_them() -> None:
+def test_options_in_a_report() -> None:
     assert asked(CompareOptions(splits=["5x20", "80/15/5"]))["splits"] == "5x20,80/15/5"
     assert asked(SurveyOptions(splits="10x10"))["splits"] == "10x10"
     kept = {"limit": "1024", "dtype": "float32", "device": "cpu", "seconds": "1"}
@@ -199,7 +199,7 @@ def test_splits_of_a_recipe() -> None:
         splits_of(recipe, "20x100", None)
 
 
-def test_parts_of_an_advice() -> None:
+def test_functions_of_the_advice() -> None:
     options = AdviceOptions(
         microbatch_size=4,
         accumulation_steps=16,
@@ -217,7 +217,7 @@ def test_parts_of_an_advice() -> None:
     assert given_noise(AdviceOptions(noise_low=200)) == NoiseRange(None, 200, np.inf)
 
 
-def test_parts_of_a_survey() -> None:
+def test_functions_of_a_survey() -> None:
     assert ArmPlan(Split("2x5", (5, 5)), "missing 1/K", "wrong").name == "2x5 missing 1/K"
     sweeps = [Sweep("lr", 1e-3, 1.0, 20) for _ in range(2)]
     for sweep, loss in zip(sweeps * 2, (2.0, 2.1, 1.0, 1.0), strict=True):
@@ -258,7 +258,7 @@ def test_a_quick_run_is_timed_and_noted() -> None:
     )
 
 
-def test_one_rank_exchanges_nothing() -> None:
+def test_one_rank_has_no_all_reduce() -> None:
     assert started_on() == (0, 1)
     assert (check_ranks(8, 1), check_ranks(1, 2), check_ranks(2, 2)) == (8, 2, 2)
     _, notes = exchanged(load_recipe("digits"), AdviceOptions(ranks=8))
@@ -266,7 +266,7 @@ def test_one_rank_exchanges_nothing() -> None:
     assert 0 <= exchange_seconds(nn.Linear(3, 1), Local()) < 1
 
 
-def test_parts_of_a_fit() -> None:
+def test_functions_of_fit() -> None:
     found = Findings(limit=Limit(1000, "a test"), batch_size=100)
     found.measured = {1: 110, 10: 200}
     found.plan()

@@ -11,14 +11,14 @@ from superbatch.lab.studies import study_precision
 from tests.studies.planted import planted
 
 
-def test_a_sum_in_bfloat16_loses_and_one_in_float32_does_not(precision: Study) -> None:
+def test_a_sum_in_bfloat16_loses_accuracy_unlike_one_in_float32(precision: Study) -> None:
     error = {arm.name: arm.mean("K = 256") or math.nan for arm in precision.arms}
     for name in ("naive sum, bfloat16", "naive sum, bfloat16, one sign", "model: sum in .grad, bfloat16"):
         assert error[name] > 1e-2, name
     for name in ("float32 sum of bfloat16", "model: sum in float32", "naive sum, float32"):
         assert error[name] < 1e-6, name
     assert error["model: sum in float32"] > 0, "the premise: it is not the reference itself"
-    # The table of section 8, within 20 %.
+    # Table of section 8, within 20 %.
     for name, expected in (
         ("naive sum, bfloat16", 1.9e-2),
         ("stochastic rounding, bfloat16", 2.2e-2),

@@ -20,7 +20,7 @@ EACH = 0.0001
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the samples of each loss, and replace the clock by one that only they advance."""
+    """Record the samples of each loss, and patch the clock so that only samples advance it."""
     seen: list[int] = []
 
     def seconds_of(run: Callable[[], object]) -> float:
@@ -33,7 +33,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def counting(seen: list[int]) -> Recipe:
-    """A recipe that counts its samples."""
+    """Return a recipe that counts its samples."""
     plane = own_recipe.plane()
 
     def loss_fn(model: Any) -> Any:
@@ -58,20 +58,20 @@ def test_runs_of_a_slow_recipe_are_made_shorter(
 ) -> None:
     monkeypatch.setattr("tests.studies.test_quick.EACH", each)
     report = study(name, counting(seen), Options(quick=True, runs=2, batch_size=batch_size))
-    assert 20 < sum(seen) * each < 60, "seconds, with those that it took to find out"
+    assert 20 < sum(seen) * each < 60, "the seconds include the pilot run"
     (note,) = [note for note in report.notes if "--quick" in note]
     assert "in each run, so that all runs end within a minute on this machine" in note
-    assert "samples" not in report.command, "it was not asked for"
+    assert "samples" not in report.command, "it was not requested"
 
 
-def test_runs_that_are_short_enough_are_as_long_as_ever(seen: list[int]) -> None:
+def test_runs_that_are_short_enough_keep_their_length(seen: list[int]) -> None:
     report = study("critical-batch", counting(seen), Options(quick=True, runs=1, batch_size=10))
-    assert sum(seen) * EACH < 30, "the premise: there is time"
+    assert sum(seen) * EACH < 30, "the premise: time suffices"
     assert not [note for note in report.notes if "--quick" in note]
     assert report.setting["branches of"] == "6,000"
 
 
-def test_a_recipe_that_takes_longer_whatever_is_done_is_said_to(
+def test_a_recipe_too_slow_for_any_length_is_reported(
     seen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.studies.test_quick.EACH", 1.0)
@@ -80,7 +80,7 @@ def test_a_recipe_that_takes_longer_whatever_is_done_is_said_to(
     assert report.setting["branches of"] == "128"
 
 
-def test_a_stated_length_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_from_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quick, "SECONDS", 0.001)
     report = study("critical-batch", PLANE, Options(quick=True, runs=1, batch_size=2, samples=500))
     assert not [note for note in report.notes if "--quick" in note]
@@ -89,7 +89,7 @@ def test_a_stated_length_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("fixed", "each"), [(0.0, 0.01), (1.0, 0.01), (0.0, 1e-6), (3.0, 1e-6), (50.0, 1.0)])
 def test_the_length_fits_the_time(fixed: float, each: float) -> None:
-    """For constant costs. If even the shortest run does not fit, it is returned."""
+    """Costs per sample are constant. If even the shortest run does not fit, it is returned."""
     asked: list[int] = []
 
     def cost(samples: int) -> float:
@@ -103,4 +103,4 @@ def test_the_length_fits_the_time(fixed: float, each: float) -> None:
     if fits:
         assert 2 * (fixed + each * samples) + pilot <= 60.0
     if samples < 10_000:
-        assert 2 * (fixed + each * samples) > 10.0, "no time is left unused without need"
+        assert 2 * (fixed + each * samples) > 10.0, "available time is used"

@@ -1,4 +1,4 @@
-"""Functions of the recipes with known values."""
+"""Known values of functions of the recipes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_digits_without_torch() -> None:
     assert recipe.evaluate(weights) < 30
 
 
-def test_parts_of_models() -> None:
+def test_functions_of_models() -> None:
     model = models.seeded(lambda: nn.Linear(2, 1))
     first, again, other = (model(seed).get_parameter("weight") for seed in (3, 3, 4))
     assert torch.equal(first, again)
@@ -58,7 +58,7 @@ def test_parts_of_models() -> None:
     assert models.accuracy(same, torch.eye(2), torch.tensor([0, 0])) == 50.0
 
 
-def test_evaluation_is_of_the_mode_and_the_dtype_of_the_model() -> None:
+def test_evaluation_uses_eval_mode_and_the_dtype_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.9)).double()
     outputs = models.evaluated(model, torch.ones(3, 2))
     assert torch.equal(outputs, model[0](torch.ones(3, 2).double())), "no dropout"
@@ -92,11 +92,13 @@ def test_files(tmp_path: Path) -> None:
     assert words_of("Où est la gare?") == ["où", "est", "la", "gare"]
 
 
-def test_an_error_of_installed_code_alone_is_not_the_user_s() -> None:
-    """Errors in the user's code are tested in tests/cli/test_own_code_fails.py."""
+def test_an_error_in_installed_code_is_not_the_users() -> None:
+    """tests/cli/test_own_code_fails.py tests errors in the user's code."""
     with ThreadPoolExecutor() as executor:
         error = executor.submit(json.loads, "{").exception()
-    assert error is not None and error.__traceback__ is not None, "the premise: it passed some code"
+    assert error is not None and error.__traceback__ is not None, (
+        "the premise: the traceback contains installed code"
+    )
     assert recipe_failure(error) is None
 
 

@@ -1,4 +1,4 @@
-"""The recipes that ship with the package, loading them by name, and the user's own."""
+"""Recipes of the package, recipes of the user, and loading them by name."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_evaluation_changes_nothing(name: str) -> None:
     assert all(bool((value == before[key]).all()) for key, value in model.state_dict().items())
 
 
-def test_digits_is_the_set_up_of_the_experiment() -> None:
+def test_digits_has_the_setup_of_the_experiment() -> None:
     recipe = load_recipe("digits")
     images, labels = recipe.batch(torch.arange(recipe.samples))
     assert (recipe.samples, recipe.batch_size, recipe.updates, recipe.margin) == (1297, 100, 1000, 0.5)
@@ -78,7 +78,7 @@ def test_digits_is_the_set_up_of_the_experiment() -> None:
     assert [tuple(p.shape) for p in recipe.model(0).parameters()] == [(32, 64), (32,), (10, 32), (10,)]
 
 
-def test_text_has_lengths_that_differ_and_weights_that_follow_them() -> None:
+def test_text_has_different_lengths_and_matching_weights() -> None:
     recipe = load_recipe("text")
     batch = recipe.batch(torch.arange(32))
     assert callable(recipe.weight)
@@ -158,7 +158,7 @@ def test_errors_of_loading(name: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_cause_of_a_broken_recipe_stays_attached() -> None:
+def test_the_error_of_a_broken_recipe_keeps_its_cause() -> None:
     with pytest.raises(InputError) as caught:
         load_recipe(f"{OWN}:broken")
     assert isinstance(caught.value.__cause__, RuntimeError)

@@ -1,4 +1,4 @@
-"""Reports: JSON and back, tables, sentences, and the plot."""
+"""Reports: JSON round trip, tables, sentences and plot."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def report() -> Comparison:
 
 @pytest.fixture(scope="module")
 def partial(report: Comparison) -> Comparison:
-    """Interrupted while the second arm had one run and the others none."""
+    """Report interrupted when the first two arms had one run each and the others none."""
     arms = [replace(arm, runs=(), mean=None, sd=None, paired=None, welch=None) for arm in report.arms]
     arms = [replace(arm, weight_difference=None, median_difference=None, seconds=None) for arm in arms]
     arms[0] = replace(report.arms[0], runs=report.arms[0].runs[:1], sd=None)
@@ -45,7 +45,7 @@ def partial(report: Comparison) -> Comparison:
     return replace(report, arms=tuple(arms), partial=True)
 
 
-def test_json_and_back(report: Comparison, partial: Comparison) -> None:
+def test_json_round_trip(report: Comparison, partial: Comparison) -> None:
     for each in (report, partial):
         again = from_json(Comparison, to_json(each))
         assert again == each
@@ -54,7 +54,7 @@ def test_json_and_back(report: Comparison, partial: Comparison) -> None:
         assert dataclasses.is_dataclass(again.arms[1].runs[0])
 
 
-def test_json_keeps_numbers_that_are_not_finite() -> None:
+def test_json_keeps_nonfinite_numbers() -> None:
     update = Update(
         loss=math.inf,
         grad_norm=-math.inf,
@@ -85,7 +85,7 @@ def test_json_keeps_an_int_an_int() -> None:
         lambda content: content["arms"][1]["runs"][0].update(losses=[None]),
     ],
 )
-def test_a_field_that_is_lost_or_changed_is_found(report: Comparison, change) -> None:
+def test_a_lost_or_changed_field_is_found(report: Comparison, change) -> None:
     content = json.loads(to_json(report))
     change(content)
     with pytest.raises(AssertionError):
@@ -98,7 +98,7 @@ def test_only_reports_are_written(thing: object) -> None:
         to_json(thing)
 
 
-def test_the_table_has_a_row_per_arm_and_says_what_its_columns_mean(report: Comparison) -> None:
+def test_the_table_has_a_row_per_arm_and_explains_its_columns(report: Comparison) -> None:
     table = comparison_table(report)
     assert len(table.rows) == len(report.arms)
     assert all(len(row) == len(table.columns) == 7 for row in table.rows)
@@ -154,7 +154,7 @@ def test_the_plot_shows_every_arm(report: Comparison, partial: Comparison, dark:
     assert plot.png(plot.comparison(partial, dark=dark), dots_per_inch=40).startswith(b"\x89PNG")
 
 
-def test_the_plot_of_nothing_and_of_what_is_not_finite(report: Comparison, partial: Comparison) -> None:
+def test_the_plot_of_no_or_nonfinite_values(report: Comparison, partial: Comparison) -> None:
     nothing = replace(partial, arms=tuple(replace(arm, runs=(), mean=None) for arm in partial.arms))
     assert plot.png(plot.comparison(nothing), dots_per_inch=40).startswith(b"\x89PNG")
     lost = replace(
@@ -165,7 +165,7 @@ def test_the_plot_of_nothing_and_of_what_is_not_finite(report: Comparison, parti
     assert plot.png(figure, dots_per_inch=40).startswith(b"\x89PNG")
 
 
-def test_the_plot_leaves_matplotlib_as_it_was(report: Comparison) -> None:
+def test_the_plot_does_not_change_settings_of_matplotlib(report: Comparison) -> None:
     import matplotlib as mpl
 
     before = dict(mpl.rcParams)
@@ -173,7 +173,7 @@ def test_the_plot_leaves_matplotlib_as_it_was(report: Comparison) -> None:
     assert dict(mpl.rcParams) == before
 
 
-def test_a_page_escapes_texts_and_leaves_out_what_is_empty() -> None:
+def test_a_page_escapes_texts_and_omits_empty_sections() -> None:
     bad = '<b title="x">&</b>'
     column = Column(bad, bad)
     page = Page(
@@ -191,7 +191,7 @@ def test_a_page_escapes_texts_and_leaves_out_what_is_empty() -> None:
         settings={"Options": {bad: bad}, "Versions": {}},
     )
     text = render(page, light=b"light", dark=b"dark")
-    assert text.count("&lt;b title=&#34;x&#34;&gt;&amp;&lt;/b&gt;") > 15, "the premise: it stands everywhere"
+    assert text.count("&lt;b title=&#34;x&#34;&gt;&amp;&lt;/b&gt;") > 15, "the premise: it occurs everywhere"
     assert "<b" not in text.replace("<body>", "")
     assert "without rows" not in text
     assert "Versions" not in text

@@ -13,7 +13,7 @@ from superbatch.errors import InputError
 from superbatch.lab.studies.statistics import Summary, runs_needed, summarise, tost_paired, tost_welch
 
 REAL = Summary(95.0, 0.172, 10)
-# The first source's table on MNIST, and the same experiment on digits: mean, sd, p, lower and upper end.
+# Table of the first source on MNIST, and the same on digits: mean, sd, p, lower and upper end.
 PUBLISHED = [
     (Summary(94.9, 0.325, 10), REAL, 0.0021, None),
     (Summary(95.1, 0.36, 10), REAL, 0.0037, None),
@@ -25,7 +25,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("arm", "real", "p", "interval"), PUBLISHED)
-def test_published_tables_come_out(
+def test_published_tables_are_reproduced(
     arm: Summary, real: Summary, p: float, interval: tuple[float, float] | None
 ) -> None:
     test = tost_welch(arm, real, margin=0.5)
@@ -42,7 +42,7 @@ def p_of(test: Any) -> float:
 
 
 def test_equivalent_and_different_from_zero_at_once() -> None:
-    """(20, 5) of the source: the interval excludes zero, and lies within the margin."""
+    """Row (20, 5) of the source: the interval excludes zero and lies within the margin."""
     test = tost_welch(Summary(95.2, 0.303, 10), REAL, margin=0.5)
     assert test.equivalent
     assert 0 < test.low < test.high < test.margin
@@ -72,7 +72,7 @@ def test_paired_agrees_with_two_one_sided_tests_of_scipy(margin: float) -> None:
 
 
 @pytest.mark.parametrize("difference", [-0.7, -0.49, 0.0, 0.3, 0.51])
-def test_the_verdict_is_that_of_the_interval(difference: float) -> None:
+def test_the_verdict_follows_the_interval(difference: float) -> None:
     for test in (
         tost_paired([difference + x for x in (-0.02, 0.0, 0.02)], margin=0.5),
         tost_welch(Summary(difference, 0.03, 5), Summary(0.0, 0.03, 5), margin=0.5),
@@ -81,7 +81,7 @@ def test_the_verdict_is_that_of_the_interval(difference: float) -> None:
 
 
 def test_few_noisy_runs_do_not_show_equivalence() -> None:
-    """A test for a difference finds none here, which does not show equality."""
+    """A test for a difference finds none here, but this does not show equality."""
     a, b = [94.0, 96.0, 95.0], [95.5, 94.5, 95.0]
     assert p_of(stats.ttest_ind(a, b, equal_var=False)) > 0.9
     assert not tost_welch(summarise(a), summarise(b), margin=0.5).equivalent
@@ -103,7 +103,7 @@ def test_identical_differences_need_no_sampling_error(difference: float, p: floa
         assert test.low == test.high == difference
 
 
-def test_a_run_that_is_no_number_is_never_equivalent() -> None:
+def test_a_nan_run_is_never_equivalent() -> None:
     test = tost_paired([0.0, math.nan, 0.1], margin=0.5)
     assert not test.equivalent
     assert test.runs_needed is None
@@ -115,7 +115,7 @@ def test_runs_needed_follows_the_formula(sd: float, margin: float, factor: float
 
 
 def test_runs_needed_give_the_stated_power() -> None:
-    """In a simulation. The normal approximation is slightly low at few runs, so the power is below 80 %."""
+    """Simulate the power. The normal approximation gives slightly too few runs, so it is below 80 %."""
     sd, margin = 0.6, 0.5
     runs = runs_needed(sd, margin=margin)
     assert runs == 25

@@ -1,4 +1,4 @@
-"""The studies at a tiny size: reports, plots, interruption, progress, options and documentation."""
+"""All studies at a tiny size: reports, plots, interruption, progress, options and documentation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.studies.planted import METRIC
 PLANE = f"{own_recipe.__file__}:plane"
 
 
-def test_splits_are_those_of_compare() -> None:
+def test_study_splits_equals_compare() -> None:
     report = study("splits", own_recipe.plane(), Options(runs=2, samples=200))
     assert [arm.name for arm in report.arms][:2] == ["1x20", "5x4"]
     assert report.arms[0].facts == {"updates": 10}
@@ -36,7 +36,7 @@ def test_splits_are_those_of_compare() -> None:
     assert [test.result.test for test in report.tests] == ["paired"] * (len(report.arms) - 1)
 
 
-def test_surveys_are_those_of_the_survey_study() -> None:
+def test_study_survey_equals_survey() -> None:
     report = study("survey", "digits", Options(runs=3, batch_size=200))
     assert [arm.name for arm in report.arms] == ["1x200", "1x200 again", "10x20", "20x10"]
     for arm in report.arms[2:]:
@@ -52,7 +52,7 @@ def test_surveys_are_those_of_the_survey_study() -> None:
     assert report.conclusion.startswith("10x20 and 20x10 survey like the real batch")
 
 
-def test_reports_are_written_and_read_again(momentum: Study, grown: Study, precision: Study) -> None:
+def test_reports_survive_a_json_round_trip(momentum: Study, grown: Study, precision: Study) -> None:
     from superbatch.lab import plot
 
     for report in (momentum, grown, precision):
@@ -67,7 +67,7 @@ def test_reports_are_written_and_read_again(momentum: Study, grown: Study, preci
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_an_interruption_before_the_first_run_has_a_picture(name: str, momentum: Study) -> None:
+def test_an_interruption_before_the_first_run_gives_a_plot(name: str, momentum: Study) -> None:
     from superbatch.lab import plot
     from superbatch.lab.report.page import render
     from superbatch.lab.report.pages import page_of
@@ -78,7 +78,7 @@ def test_an_interruption_before_the_first_run_has_a_picture(name: str, momentum:
     assert "interrupted before the last run" in render(page_of(report), light=picture, dark=picture)
 
 
-def test_seeds_spread_over_processes_give_the_same_report() -> None:
+def test_seeds_in_several_processes_give_the_same_report() -> None:
     options = {"runs": 2, "samples": 300, "learning_rate": 0.05}
     here = study("grow-batch", PLANE, Options(**options))  # pyright: ignore[reportArgumentType]  (by name)
     spread = study("grow-batch", PLANE, Options(**options, workers=2))  # pyright: ignore[reportArgumentType]
@@ -87,7 +87,7 @@ def test_seeds_spread_over_processes_give_the_same_report() -> None:
 
 
 @pytest.mark.parametrize("name", ["momentum", "splits"])
-def test_an_interruption_leaves_what_was_finished(name: str) -> None:
+def test_an_interruption_keeps_the_finished_runs(name: str) -> None:
     def stop(event: Progress) -> None:
         if event.finished is not None and event.finished[0] == 1:
             raise KeyboardInterrupt
@@ -101,7 +101,7 @@ def test_an_interruption_leaves_what_was_finished(name: str) -> None:
     assert from_json(Study, to_json(report)) == report
 
 
-def test_progress_ends_at_the_whole() -> None:
+def test_progress_ends_at_100_percent() -> None:
     for name in ("momentum", "grow-batch", "critical-batch"):
         events: list[Progress] = []
         study(name, own_recipe.plane(), Options(runs=2, samples=32, batch_size=2), progress=events.append)
@@ -135,20 +135,20 @@ def test_wrong_options(name: str, options: dict[str, float], message: str) -> No
 
 
 @pytest.mark.parametrize("name", ["grow-batch", "critical-batch"])
-def test_a_training_that_diverges_is_said_to(name: str) -> None:
+def test_a_diverging_training_is_reported(name: str) -> None:
     with pytest.raises(InputError, match=r"lr 50 diverges.*--lr"):
         study(name, own_recipe.plane(), Options(runs=1, samples=900, learning_rate=50.0))
 
 
 @pytest.mark.parametrize("name", ["momentum", "grow-batch", "critical-batch"])
-def test_samples_that_see_each_other_are_refused(name: str) -> None:
+def test_coupled_samples_are_refused(name: str) -> None:
     with pytest.raises(
         InputError, match=f"The study '{name}' cannot use the recipe 'digits-bn'.*another objective"
     ):
         study(name, "digits-bn", Options(quick=True))
 
 
-def test_every_study_has_a_question_a_picture_and_a_section_of_the_documentation() -> None:
+def test_every_study_has_a_question_a_plot_and_a_section_of_the_docs() -> None:
     from superbatch.lab.plot.studies import _DRAWINGS
 
     assert set(STUDIES) == set(_DRAWINGS)
@@ -161,7 +161,7 @@ def test_every_study_has_a_question_a_picture_and_a_section_of_the_documentation
     assert [entry.section for entry in STUDIES.values()] == slugs[: len(STUDIES)], "in the order of the page"
 
 
-def test_a_report_leads_to_its_explanation(momentum: Study, grown: Study, precision: Study) -> None:
+def test_a_report_links_to_its_explanation(momentum: Study, grown: Study, precision: Study) -> None:
     for report in (
         momentum,
         grown,
@@ -170,10 +170,10 @@ def test_a_report_leads_to_its_explanation(momentum: Study, grown: Study, precis
     ):
         assert report.notes[-1].endswith(f"{DOCUMENTATION}#{STUDIES[report.name].section}")
     for report in (momentum, grown, precision):
-        assert report.notes[0].startswith("It does not show "), "the limit stands in the report itself"
+        assert report.notes[0].startswith("It does not show "), "the report states its limit"
 
 
-def test_a_margin_far_below_the_scatter_cuts_no_run_of_the_reference_off() -> None:
+def test_the_plot_shows_every_run_of_the_reference() -> None:
     arms = tuple(
         StudyArm(
             name=name,

@@ -1,7 +1,7 @@
 """The studies at full size on the digits, against expected numbers.
 
-Minutes each, held to a time and so alone on the machine; left out by default. All of them:
-`./run test-studies`, one: `./run test-studies -k momentum`.
+Each takes minutes and has a time limit, so it needs an idle machine. Skipped by default. Run all with
+`./run test-studies`, one with `./run test-studies -k momentum`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIMIT = 600
 
 def full(name: str) -> Study:
     report = study(name, "digits", Options(workers=2))
-    assert report.seconds < LIMIT, "on a machine that does nothing else"
+    assert report.seconds < LIMIT, "needs an idle machine"
     return report
 
 
@@ -63,7 +63,7 @@ def test_critical_batch() -> None:
     predicted = [arm.mean("by the noise scale, x") or 0.0 for arm in report.arms]
     assert needed[1] < 1.1
     assert needed[4] > needed[3] > needed[1]
-    # "Good to 25 % up to B_noise, optimistic by 1.5 to 2 beyond".
+    # Claim: "Good to 25 % up to B_noise, optimistic by 1.5 to 2 beyond".
     assert all(0.6 < measured / model < 2 for measured, model in zip(needed, predicted, strict=True))
 
 

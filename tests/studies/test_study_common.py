@@ -11,8 +11,8 @@ from superbatch.lab.studies.study_common import compared, stream
 from tests.studies.planted import planted
 
 
-def test_tests_are_made_on_pairs_of_one_seed() -> None:
-    """Seeds differ by far more than the margin, and pairs do not."""
+def test_the_statistical_test_uses_pairs_of_one_seed() -> None:
+    """Seeds differ by far more than the margin, pairs do not."""
     levels = [80.0, 90.0, 95.0, 70.0]
     second = planted("B", {"accuracy": levels})
     first = planted(
@@ -39,7 +39,7 @@ def test_a_ratio_is_tested_by_its_logarithm() -> None:
     assert test is not None and test.result.equivalent
 
 
-def test_what_cannot_be_compared_is_not_equivalent() -> None:
+def test_values_that_cannot_be_compared_are_not_equivalent() -> None:
     one, diverged = planted("A", {"loss": [1.0]}), planted("A", {"loss": [1.0, math.nan, 1.0]})
     base = planted("B", {"loss": [1.0, 1.0, 1.0]})
     assert compared(one, base, "loss", margin=1.1, ratio=True) is None

@@ -1,4 +1,4 @@
-"""Surveys of splits: pairs agree to rounding, equal arms are equivalent, and wrong ways fail."""
+"""Surveys of splits: pairs agree up to rounding, equal arms are equivalent, wrong accumulation fails."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def arm_of(report: Surveys, name: str) -> SurveyArm:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.sampled(2)
 def test_pairs_agree_to_rounding(recipe: Any, optimizer: str) -> None:
-    """For losses that are means, sums, or return weights; with equal and unequal splits."""
+    """Losses are means, sums, or return weights; splits are equal and unequal."""
     report = survey(recipe(), replace(SMALL, optimizer=optimizer))
     assert [arm.name for arm in report.arms] == ["1x20", "1x20 again", "4x5", "13/5/2"]
     for arm in report.arms[2:]:
@@ -56,12 +56,12 @@ def test_a_coupled_recipe_is_surveyed_exactly() -> None:
     recipe = own_recipe.crowd(coupled="exact", batchnorm="per_microbatch", batch_size=20)
     report = survey(recipe, replace(SMALL, repeats=1, updates=14))
     assert [arm.claim for arm in report.arms] == ["real", "again", "exact", "exact"]
-    # The loss is 5 times a cosine through a softmax, so a rounding is some units in its last place.
+    # The loss is a softmax of 5 times a cosine, so its rounding error is some units in the last place.
     assert max(pair for arm in report.arms for pair in arm.pairs) < 1e-12
 
 
-def test_a_mean_of_means_is_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pairs must detect the split 13/5/2 with equal weights of its micro-batches."""
+def test_a_mean_of_means_fails_the_comparison_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pairs must detect equal weights of unequal micro-batches (split 13/5/2)."""
     right = module.accumulator_of
 
     def wrong(split: Any, recipe: Any, *rest: Any, **options: Any) -> Any:
@@ -75,7 +75,7 @@ def test_a_mean_of_means_is_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     assert conclusions(report)[0].startswith("NOT THE SAME: paired curves of 4x5 and 13/5/2 differ")
 
 
-def test_a_pair_that_ends_early_is_infinitely_far() -> None:
+def test_a_pair_that_ends_early_has_infinite_difference() -> None:
     long, short = sweep([2.0, 1.0, 1.5] + [1.0] * 27), sweep([2.0])
     assert paired_difference(short, long) == math.inf
     assert paired_difference(long, short) == 0.0, "up to the lowest point of the real one"
@@ -95,7 +95,7 @@ def sweep(losses: Sequence[float]) -> Survey:
 def bundle(
     seed: int, *, runs: int = 12, noise: float = 0.02, shift: float = 0.0, bump: Any = lambda x: 0.0
 ) -> list[Survey]:
-    """Return curves that are lowest at 0.1 x 10^shift, with noise from curve to curve."""
+    """Return curves with their minimum at 0.1 x 10^shift, with noise between curves."""
     generator = random.Random(seed)
     values = Sweep("lr", 1e-4, 10.0, 30).values
     return [
@@ -109,7 +109,7 @@ def bundle(
     ]
 
 
-def test_bundles_of_one_kind_are_alike() -> None:
+def test_curves_of_one_distribution_are_alike() -> None:
     test = curve_test(bundle(1), bundle(2))
     assert test is not None
     assert test.equivalent
@@ -120,7 +120,7 @@ def test_bundles_of_one_kind_are_alike() -> None:
     assert rate.equivalent
 
 
-def test_one_point_is_enough_to_fail() -> None:
+def test_one_point_beyond_the_margin_fails() -> None:
     """An intersection-union test: 17 points within 10 % and one beyond."""
     values = Sweep("lr", 1e-4, 10.0, 30).values
     test = curve_test(bundle(1, bump=lambda x: math.log(1.15) if x == values[7] else 0.0), bundle(2))
@@ -130,13 +130,13 @@ def test_one_point_is_enough_to_fail() -> None:
     assert test.ratio == pytest.approx(1.15, rel=0.03)
 
 
-def test_what_happens_behind_the_lowest_point_does_not_count() -> None:
+def test_points_after_the_lowest_one_do_not_count() -> None:
     test = curve_test(bundle(1, bump=lambda x: 1.0 if x > 0.08 else 0.0), bundle(2))
     assert test is not None
     assert test.equivalent
 
 
-def test_curves_that_end_before_are_not_alike() -> None:
+def test_curves_that_end_early_are_not_alike() -> None:
     short = [sweep(list(survey.losses[:6])) for survey in bundle(1)]
     test = curve_test(short, bundle(2))
     assert test is not None
@@ -144,7 +144,7 @@ def test_curves_that_end_before_are_not_alike() -> None:
 
 
 def test_noise_is_no_evidence_of_equality() -> None:
-    """Three noisy curves: a test for a difference would find none, and this one shows no equality."""
+    """For three noisy curves a test for a difference finds none, but this test shows no equality."""
     test = curve_test(bundle(1, runs=3, noise=0.4), bundle(2, runs=3, noise=0.4))
     assert test is not None
     assert not test.equivalent
@@ -157,7 +157,7 @@ def test_shifted_suggestions_are_not_alike() -> None:
     assert rate.difference > 0.15
 
 
-def test_what_cannot_be_tested_is_not() -> None:
+def test_no_verdict_without_testable_values() -> None:
     negative = [sweep([-1.0] * 30) for _ in range(3)]
     assert curve_test(negative, bundle(2)) is None, "a negative loss has no logarithm"
     rising = [sweep([1.0 + t for t in range(8)]) for _ in range(3)]
@@ -181,11 +181,11 @@ def test_the_whole_study_on_digits() -> None:
 
 @pytest.fixture(scope="module")
 def digits() -> Surveys:
-    """The study of the source, shorter: 6 surveys of 70 points, which agree as well."""
+    """The source's study at a smaller size: 6 surveys of 70 points."""
     return survey("digits", Options(splits="10x10", repeats=6, updates=70, low=1e-4, include_wrong=True))
 
 
-def test_wrong_ways_are_told_apart(digits: Surveys) -> None:
+def test_wrong_accumulation_is_detected(digits: Surveys) -> None:
     assert [(arm.name, arm.claim) for arm in digits.arms] == [
         ("1x100", "real"),
         ("1x100 again", "again"),
@@ -210,7 +210,7 @@ def test_wrong_ways_are_told_apart(digits: Surveys) -> None:
     assert real / missing == pytest.approx(10, rel=0.4), "K times the gradient, a K-th of the rate"
 
 
-def test_what_is_said_of_it(digits: Surveys) -> None:
+def test_conclusions_of_the_report(digits: Surveys) -> None:
     said = conclusions(digits)
     assert said[0].startswith(
         "10x10 survey like the real batch: from the same weights and samples the curves"
@@ -226,7 +226,7 @@ def test_what_is_said_of_it(digits: Surveys) -> None:
     assert missing[4].startswith("not shown, p") and missing[5].startswith("not shown, p")
 
 
-def test_the_report_goes_through_json_and_is_drawn(digits: Surveys) -> None:
+def test_the_report_survives_json_and_is_plotted(digits: Surveys) -> None:
     assert from_json(Surveys, to_json(digits)) == digits
     for dark in (False, True):
         figure = plot.surveys(digits, dark=dark)
@@ -251,7 +251,7 @@ class Spoilt(nn.Module):
         return self.inner(x) * math.nan
 
 
-def test_surveys_that_end_at_once_can_be_shown() -> None:
+def test_surveys_that_end_at_once_are_reported() -> None:
     recipe = own_recipe.plane()
     spoilt = replace(recipe, model=lambda seed: Spoilt(recipe.model(seed)))
     report = survey(spoilt, replace(SMALL, repeats=2, splits="4x5", include_wrong=True))
@@ -266,7 +266,7 @@ def test_surveys_that_end_at_once_can_be_shown() -> None:
     assert from_json(Surveys, to_json(report)) == report
 
 
-def test_a_ramp_that_begins_too_high_is_not_called_too_few_surveys() -> None:
+def test_a_ramp_that_begins_too_high_gives_no_verdict() -> None:
     report = survey(own_recipe.plane(), replace(SMALL, splits="4x5", low=1e4, high=1e9))
     assert report.arms[2].suggested is None
     assert "different seeds were too few or too noisy for a test" in conclusions(report)[0]
@@ -278,8 +278,8 @@ def test_two_surveys_are_not_tested() -> None:
     assert "different seeds were too few or too noisy for a test" in conclusions(report)[0]
 
 
-def test_too_few_surveys_are_not_blamed_on_the_splits(digits: Surveys) -> None:
-    """The real batch surveyed again fails the test of the curve, too."""
+def test_too_few_surveys_are_not_attributed_to_the_splits(digits: Surveys) -> None:
+    """The repeated survey of the real batch fails the test of the curve too."""
     found = survey(own_recipe.plane(), replace(SMALL, splits="4x5"))
     again, split = arm_of(found, "1x20 again"), arm_of(found, "4x5")
     assert again.curve is not None and split.curve is not None, "the premise"
@@ -299,7 +299,7 @@ def test_too_few_surveys_are_not_blamed_on_the_splits(digits: Surveys) -> None:
     assert "10x10 missing 1/K: FOUND ALIKE, though it is wrong." in conclusions(found)
 
 
-def test_a_fall_that_noise_may_make_is_said() -> None:
+def test_a_fall_within_noise_is_reported() -> None:
     tiny = survey(own_recipe.plane(), replace(SMALL, splits="1x20", low=1e-9, high=1e-7, updates=60))
     assert "the loss fell no further than noise alone can explain" in suggestion(tiny)
     far = survey(own_recipe.plane(), replace(SMALL, splits="1x20", high=30.0, updates=60))
@@ -307,7 +307,7 @@ def test_a_fall_that_noise_may_make_is_said() -> None:
 
 
 @pytest.mark.parametrize(("what", "high"), [("momentum", 0.99), ("weight_decay", 1.0)])
-def test_momentum_and_weight_decay(what: Any, high: float) -> None:
+def test_surveys_of_momentum_and_weight_decay(what: Any, high: float) -> None:
     options = replace(SMALL, what=what, low=None, high=high, repeats=2, splits="4x5", optimizer="sgd")
     report = survey(own_recipe.plane(), options)
     assert report.learning_rate == 0.05
@@ -328,7 +328,7 @@ def test_momentum_and_weight_decay(what: Any, high: float) -> None:
     )
 
 
-def test_a_ramp_that_ends_too_low_is_said() -> None:
+def test_a_ramp_that_ends_too_low_is_reported() -> None:
     low = survey(own_recipe.plane(), replace(SMALL, splits="1x20", high=0.03, updates=60))
     assert suggestion(low).endswith(
         "The loss still fell at the end of the ramp: survey up to a higher value."
@@ -337,7 +337,7 @@ def test_a_ramp_that_ends_too_low_is_said() -> None:
     assert "still fell" not in suggestion(far)
 
 
-def test_an_interrupted_study_keeps_what_is_finished() -> None:
+def test_an_interrupted_study_keeps_the_finished_surveys() -> None:
     def interrupt(event: Progress) -> None:
         if event.finished is not None and event.finished[:2] == (1, "1x20"):
             raise KeyboardInterrupt
@@ -352,7 +352,7 @@ def test_an_interrupted_study_keeps_what_is_finished() -> None:
     assert surveys_table(report).title.startswith("plane: 2 of 3 surveys per arm")
 
 
-def test_a_study_that_is_interrupted_at_once_can_be_shown() -> None:
+def test_a_study_that_is_interrupted_at_once_gives_a_report() -> None:
     def interrupt(event: Progress) -> None:
         raise KeyboardInterrupt
 
@@ -365,7 +365,7 @@ def test_a_study_that_is_interrupted_at_once_can_be_shown() -> None:
     assert from_json(Surveys, to_json(report)) == report
 
 
-def test_progress_goes_to_its_end() -> None:
+def test_progress_ends_at_100_percent() -> None:
     seen: list[Progress] = []
     survey(own_recipe.plane(), replace(SMALL, repeats=2, updates=15), progress=seen.append)
     assert [event.done for event in seen] == sorted(event.done for event in seen)
@@ -386,6 +386,6 @@ def test_progress_goes_to_its_end() -> None:
         ({"splits": "4x"}, "cannot be read"),
     ],
 )
-def test_what_cannot_be_asked(changes: dict[str, Any], message: str) -> None:
+def test_invalid_options(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         survey(own_recipe.plane(), replace(SMALL, **changes))

@@ -1,4 +1,4 @@
-"""Logarithmic axes are labelled with round numbers, whatever their range."""
+"""Logarithmic axes of any range have round numbers as labels."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from superbatch.lab.plot.ticks import logarithmic, tick_text, ticks_between
 
 
 def ranges(count: int) -> list[tuple[float, float]]:
-    """Ranges of 5 % to 20 decades."""
+    """Generate ranges of 5 % to 20 decades."""
     chance = random.Random(0)
     lows = [10 ** chance.uniform(-12, 6) for _ in range(count)]
     return [(low, low * 10 ** chance.choice([0.02, 0.1, 0.3, 0.7, 1, 1.5, 3, 8, 20])) for low in lows]
 
 
 @pytest.mark.parametrize("base", [2, 10])
-def test_every_range_has_some_ticks_and_not_too_many(base: int) -> None:
+def test_every_range_has_a_few_ticks(base: int) -> None:
     for low, high in ranges(500):
         found = ticks_between(low, high, base=base)
         assert 3 <= len(found) <= 11, (low, high, found)
@@ -32,7 +32,7 @@ def test_every_range_has_some_ticks_and_not_too_many(base: int) -> None:
         assert len(set(labels)) == len(labels), labels
 
 
-def test_what_is_no_range_has_no_ticks() -> None:
+def test_an_invalid_range_has_no_ticks() -> None:
     for low, high in ((0.0, 1.0), (-1.0, 1.0), (2.0, 1.0), (1.0, math.inf)):
         assert ticks_between(low, high) == []
 
@@ -68,7 +68,7 @@ def test_labels_are_drawn_and_do_not_overlap(span: tuple[float, float]) -> None:
     assert min(gaps) > 0
 
 
-def test_powers_of_ten_alone_label_nothing_below_two() -> None:
+def test_less_than_two_powers_of_ten_are_not_enough_labels() -> None:
     assert drawn(1.1, 1.9, own=False)[0] == []
 
 
@@ -88,8 +88,8 @@ def test_labels_of_a_short_x_axis_do_not_overlap(span: tuple[float, float], widt
     assert min(right.x0 - left.x1 for left, right in pairwise(boxes)) > 0
 
 
-def test_labels_that_have_room_are_powers() -> None:
-    """On a short axis every second of 3e-7, 1e-6, 3e-6, ... is labelled."""
+def test_long_enough_axes_are_labelled_with_powers() -> None:
+    """A short axis labels every second one of 3e-7, 1e-6, 3e-6, ..."""
     figure = Figure(figsize=(7.5, 4))
     axes = figure.add_subplot(1, 2, 2)
     logarithmic(axes.xaxis)

@@ -1,6 +1,6 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""What must hold, as functions: the tests call them, and the mutants must make them fail."""
+"""Checks as functions: the tests call them, and the mutants must make them fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tensorflow.helpers import (
 )
 
 LENGTHS = [4, 1, 0, 0, 2, 3, 1, 4, 2, 1, 3, 2, 4, 1, 1]
-WINDOWS = [[2, 2, 4], [3, 2], [2]]  # unequal micro-batches, the second one empty; a tail of one micro-batch
+WINDOWS = [[2, 2, 4], [3, 2], [2]]  # unequal micro-batches, the second empty; a tail
 
 
 def adam() -> Any:
@@ -42,7 +42,7 @@ def signature() -> Any:
 def train(
     accumulator: Any, variables: list[Any], optimizer: Any, *, way: str, loss_of: Any = token_mean
 ) -> Any:
-    """Windows over texts, eager or in two graphs; what each window says."""
+    """Train on windows over texts, eagerly or in two graphs; return the outcome of each window."""
     batch, outcomes, start = texts(LENGTHS), [], 0
 
     def add_one(microbatch: Any) -> None:
@@ -55,7 +55,7 @@ def train(
     add: Any = add_one
     apply: Any = update
     if way == "graph":
-        optimizer.build(variables)  # else the first call is traced twice, as with any optimizer of Keras
+        optimizer.build(variables)  # otherwise the first call is traced twice
         add, apply = tf.function(add, input_signature=[signature()]), tf.function(apply)
     for window in WINDOWS:
         for size in window:
@@ -72,7 +72,7 @@ def train(
 def large_batch(
     variables: list[Any], optimizer: Any, clip: float | None = None
 ) -> tuple[list[float], list[float]]:
-    """The same windows in one piece each; losses and norms."""
+    """Train on the same windows without micro-batches; return losses and norms."""
     batch, start, losses, norms = texts(LENGTHS), 0, [], []
     for window in WINDOWS:
         whole = part(batch, start, start + sum(window))
@@ -91,7 +91,7 @@ def large_batch(
 
 
 def windows(way: str = "eager", clip: float | None = None, reduction: Any = "mean") -> None:
-    """Token weights, unequal micro-batches, an empty one, a tail: as the large batch, in every variable."""
+    """Windows with token weights, unequal and empty micro-batches and a tail equal the large batch."""
     start, plain, ours = model(), model(), model()
     optimizer, theirs = adam(), adam()
     loss, found = gradients(ours, part(texts(LENGTHS), 2, 4))
@@ -115,7 +115,7 @@ def wrapped(function: Any, way: str) -> Any:
 
 
 def epoch_in_one_function() -> None:
-    """A loop over a dataset, its windows and its tail in one graph; the optimizer is not built before."""
+    """An epoch with its windows and tail in one graph, with an optimizer not built before, is exact."""
     batch, rows, steps = texts(LENGTHS), 2, 3
     start, plain, ours = model(), model(), model()
     optimizer, theirs = adam(), adam()
@@ -136,7 +136,7 @@ def epoch_in_one_function() -> None:
     updates, tail = epoch()
     for begin in range(0, len(LENGTHS), rows * steps):
         _, found = gradients(plain, part(batch, begin, begin + rows * steps))
-        # TensorFlow takes the norm of a sparse gradient without adding up its repeated rows.
+        # TensorFlow's norm of a sparse gradient does not add up repeated rows.
         sparse, found[0] = found[0], tf.convert_to_tensor(found[0])
         assert tf.linalg.global_norm([sparse, *found[1:]]) != tf.linalg.global_norm(found)
         theirs.apply(tf.clip_by_global_norm(found, 0.01)[0], plain)
@@ -146,9 +146,9 @@ def epoch_in_one_function() -> None:
 
 
 def missing_gradients(way: str = "eager") -> None:
-    """A variable without a gradient in a window is not touched; beside micro-batches with one it counts 0.
+    """A variable without a gradient in the whole window is unchanged; in some micro-batches it counts as 0.
 
-    Two of four micro-batches see only the last variable. The second window has none that sees the first.
+    Some micro-batches use only the last variable; in the second window all micro-batches with weight do so.
     """
     start = [tf.Variable([1.0, 2.0], dtype=tf.float64), tf.Variable(3.0, dtype=tf.float64)]
     ours, plain = ([tf.Variable(one) for one in start] for _ in range(2))
@@ -175,7 +175,7 @@ def missing_gradients(way: str = "eager") -> None:
     apply()
     first = ours[0].numpy()
     last(numbers[2], tf.constant(2))
-    both(numbers[0], tf.constant(0))  # its weight is 0: it does not count
+    both(numbers[0], tf.constant(0))  # its weight is 0
     apply()
     np.testing.assert_array_equal(ours[0].numpy(), first, "momentum moved what has no gradient")
     both(numbers[2], tf.constant(2))
@@ -196,7 +196,7 @@ def missing_gradients(way: str = "eager") -> None:
 
 
 def low_precision(dtype: str = "bfloat16", way: str = "eager") -> None:
-    """1 + 511 x 0.003: a bfloat16 sum ends where 0.003 is less than half of its last bit."""
+    """Sum 1 + 511 x 0.003: a bfloat16 sum stops when 0.003 is less than half of its last bit."""
     exact, parts = 0.0, []
     for number in range(512):
         parts.append(tf.constant([1.0 if number == 0 else 0.003], dtype))
@@ -211,12 +211,12 @@ def low_precision(dtype: str = "bfloat16", way: str = "eager") -> None:
         (mean,) = accumulator.mean()
         assert mean.dtype == dtype
         errors[choice] = abs(float(mean[0]) / exact - 1)
-    assert errors[None] > 0.01, "the premise: the short type is too short"
+    assert errors[None] > 0.01, "the premise: the low-precision type is too inexact"
     assert errors["auto"] < 2 ** (-8 if dtype == "bfloat16" else -11), errors
 
 
 def nothing_has_weight(way: str = "eager") -> None:
-    """No update: no variable, no momentum and no counter moves; the next window is as if nothing had been."""
+    """A window of weight 0 changes no variable, momentum or counter, and does not affect the next window."""
     variable = tf.Variable([1.0], dtype=tf.float64)
     optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
     optimizer.build([variable])
@@ -241,7 +241,7 @@ def nothing_has_weight(way: str = "eager") -> None:
 
 
 def bad_microbatch_left_out(way: str = "eager") -> None:
-    """With its weight, sparse or dense; the mean is that of the others."""
+    """A non-finite micro-batch, sparse or dense, is left out with its weight."""
     variables = [tf.Variable([1.0, 1.0], dtype=tf.float64), tf.Variable(1.0, dtype=tf.float64)]
     accumulator = Accumulator(variables, nonfinite="skip_microbatch")
 
@@ -267,7 +267,7 @@ def bad_microbatch_left_out(way: str = "eager") -> None:
 
 
 def noise(way: str = "eager") -> None:
-    """The two scalars against micro-gradients taken one by one, with weights and an empty micro-batch."""
+    """a2 and b2 equal those of separately computed gradients, with weights and an empty micro-batch."""
     variables, batch = model(), texts(LENGTHS)
     accumulator = Accumulator(variables, noise=True)
     sizes, start, squares = [2, 2, 4, 3, 4], 0, []

@@ -1,4 +1,4 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
 """A small model with an embedding, its losses, and the comparison with the whole batch."""
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow
 
-tf: Any = tensorflow  # the stubs know a part of it, and take no lists
+tf: Any = tensorflow  # the stubs are incomplete and accept no lists
 BOUND = 1e-12
 NAMES = ("embedding", "w", "b", "v")
 WAYS = ["eager", "graph"]
@@ -31,7 +31,7 @@ def sgd(variables: list[Any], rate: float = 1.0, **options: Any) -> Any:
 
 
 def model(dtype: Any = tf.float64) -> list[Any]:
-    """Named variables: an embedding of 7 words, then two layers."""
+    """Return named variables: an embedding of 7 words and two layers."""
     draw = np.random.default_rng(0).normal
     shapes = ((7, 3), (3, 5), (5,), (5,))
     return [
@@ -41,7 +41,7 @@ def model(dtype: Any = tf.float64) -> list[Any]:
 
 
 def texts(lengths: Sequence[int], most: int = 4) -> dict[str, Any]:
-    """One text per row, of so many tokens; words repeat within every row."""
+    """Return one text per row with the given numbers of tokens; words repeat within a row."""
     draw = np.random.default_rng(1)
     shape = (len(lengths), most)
     return {
@@ -66,7 +66,7 @@ def count(batch: dict[str, Any]) -> Any:
 
 
 def token_mean(variables: list[Any], batch: dict[str, Any]) -> Any:
-    """The mean over tokens: 0 / 0 where there is none."""
+    """Mean over tokens; without tokens 0 / 0 = NaN."""
     return token_sum(variables, batch) / count(batch)
 
 
@@ -81,7 +81,7 @@ def gradients(
 def assert_same(
     got: Sequence[Any], expected: Sequence[Any], start: Sequence[Any] | None = None, *, least: float = 1e-6
 ) -> None:
-    """Each variable by name, relative to the largest element; it moved from `start`, if that is given."""
+    """Compare each variable relative to its largest element; with `start`, assert that it moved."""
     offenders = []
     assert len(got) == len(expected)
     for index, (left, right) in enumerate(zip(got, expected, strict=True)):
@@ -90,6 +90,6 @@ def assert_same(
         moved = theirs if start is None else theirs - np.asarray(start[index])
         assert np.abs(moved).max() > least, f"the premise: variable {index} is not zero, or moved"
         error = np.abs(ours - theirs).max() / np.abs(theirs).max()
-        if not error <= BOUND:  # NaN is an offender, too
+        if not error <= BOUND:  # true for NaN too
             offenders.append(f"{index}: {error:.2e}")
     assert not offenders, offenders

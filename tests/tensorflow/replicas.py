@@ -1,8 +1,8 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""MirroredStrategy on two logical CPUs, as JSON: `python -m tests.tensorflow.replicas [mutant]`.
+"""Train under MirroredStrategy on two logical CPUs; JSON: `python -m tests.tensorflow.replicas [mutant]`.
 
-Rows are unequal: of each micro-batch the first replica has three quarters. The large batch is that of all.
+The first replica has about three quarters of each micro-batch. The large batch contains all rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from superbatch.tensorflow import Accumulator, adding
 from tests.tensorflow.helpers import count, gradients, model, part, texts, token_mean
 
 LENGTHS = [4, 1, 2, 3, 2, 3, 1, 4, 0, 0, 3, 2, 4, 1, 1, 2, 4, 3, 2]
-WINDOWS = [[4, 4], [4], [5, 2]]  # the third micro-batch has nothing at all on its second replica
+WINDOWS = [[4, 4], [4], [5, 2]]  # the third micro-batch has no token on its second replica
 
 
 def signature(rows: int | None = None) -> Any:
@@ -33,7 +33,7 @@ def signature(rows: int | None = None) -> Any:
 
 
 def ops_of(function: Any) -> Iterator[Any]:
-    """The operations of a concrete function and of every function that it calls."""
+    """Yield the operations of a concrete function and of every function that it calls."""
     seen: set[str] = set()
 
     def walk(graph: Any) -> Iterator[Any]:
@@ -43,7 +43,7 @@ def ops_of(function: Any) -> Iterator[Any]:
                 called = operation.node_def.attr[name].func.name if name in operation.node_def.attr else ""
                 if called and called not in seen:
                     seen.add(called)
-                    inner = graph._get_function(called)  # no public way leads into a branch
+                    inner = graph._get_function(called)  # no public API gives the graph of a branch
                     if inner is not None and getattr(inner, "graph", None) is not None:
                         yield from walk(inner.graph)
 
@@ -51,7 +51,7 @@ def ops_of(function: Any) -> Iterator[Any]:
 
 
 def communication(function: Any) -> dict[str, int]:
-    """Collective operations, and tensors that go from one device to the other."""
+    """Count collective operations, and tensors that are sent between devices."""
     operations = list(ops_of(function))
     collectives = Counter(one.type for one in operations if "Collective" in one.type or "Nccl" in one.type)
     crossing = sum(
@@ -66,13 +66,13 @@ def communication(function: Any) -> dict[str, int]:
 
 @functools.cache
 def strategy() -> Any:
-    """One for the process: collectives of several are mistaken for each other."""
+    """Return the strategy; one per process, because collectives of two strategies would be confused."""
     plain = tf.distribute.ReductionToOneDevice() if sys.argv[1:] == ["mutant", "copies"] else None
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=plain)
 
 
 class Replicas:
-    """A model on two replicas, and the loop over micro-batches."""
+    """Model on two replicas, with the loop over micro-batches."""
 
     def __init__(self, clip: float | None, make_optimizer: Any, *, graph: bool) -> None:
         self.strategy = strategy()
@@ -81,7 +81,7 @@ class Replicas:
             self.variables = [tf.Variable(one.read_value(), name=f"v{i}") for i, one in enumerate(start)]
             self.optimizer = make_optimizer()
             if hasattr(self.optimizer, "inner_optimizer"):
-                self.optimizer.build(self.variables)  # or its scale would be a constant of the graph
+                self.optimizer.build(self.variables)  # otherwise its scale would be a constant of the graph
         self.accumulator = Accumulator(self.variables, max_grad_norm=clip)
         self.microbatch: Any = self._microbatch
         self.apply: Any = self._apply
@@ -110,7 +110,7 @@ class Replicas:
 
 
 def train(clip: float | None, make_optimizer: Any, *, graph: bool) -> dict[str, Any]:
-    """The windows on replicas and in one piece; the largest errors, and what was communicated."""
+    """Train on replicas and on large batches; return the largest errors and the communication."""
     one, batch, start = Replicas(clip, make_optimizer, graph=graph), texts(LENGTHS), 0
     plain, optimizer = model(), make_optimizer()
     first = [variable.numpy() for variable in plain]
@@ -148,7 +148,7 @@ def train(clip: float | None, make_optimizer: Any, *, graph: bool) -> dict[str, 
 
 
 def in_one_function() -> dict[str, Any]:
-    """A window of two micro-batches and its update in one graph; the error, and what was communicated."""
+    """Run a window of two micro-batches and its update in one graph; return error and communication."""
     one, batch = Replicas(None, lambda: keras.optimizers.SGD(0.1), graph=False), texts(LENGTHS)
     shares = [one.shares(batch, 0, 4), one.shares(batch, 4, 4)]
 
@@ -168,7 +168,7 @@ def in_one_function() -> dict[str, Any]:
 
 
 def mixed_dtypes() -> dict[str, Any]:
-    """float32 and bfloat16 variables, float64 counters: TensorFlow cannot reduce all of them in one piece."""
+    """Use float32 and bfloat16 variables and float64 counters, which TensorFlow cannot reduce together."""
     with strategy().scope():
         variables = [tf.Variable(tf.constant([4.0, 8.0], dtype)) for dtype in (tf.float32, tf.bfloat16)]
         optimizer = keras.optimizers.SGD(1.0)
@@ -191,7 +191,7 @@ def mixed_dtypes() -> dict[str, Any]:
 
 
 def resumed() -> float:
-    """A checkpoint in the middle of a window, taken up by other objects: the largest difference."""
+    """Resume in new objects from a checkpoint inside a window; return the largest difference."""
     batch = texts(LENGTHS)
     one, other = (Replicas(None, lambda: keras.optimizers.Adam(0.1), graph=False) for _ in range(2))
     one.microbatch(one.shares(batch, 0, 4))
@@ -208,7 +208,7 @@ def resumed() -> float:
 
 
 def refusals() -> dict[str, str]:
-    """What is refused, with its text."""
+    """Return the text of each refusal."""
     one, plain = Replicas(None, lambda: keras.optimizers.SGD(0.1), graph=False), model()
     share = part(texts(LENGTHS), 0, 4)
     calls = {
@@ -231,7 +231,7 @@ def refusal(call: Any) -> str:
 
 
 def reduce_at_once(state: Any, microbatch: Any, options: Any) -> None:
-    """A mutant: every micro-batch waits for the others."""
+    """A mutant that reduces over replicas in every micro-batch."""
     context = tf.distribute.get_replica_context()
     found = [tf.convert_to_tensor(one) for one in microbatch.gradients]
     found = context.all_reduce(tf.distribute.ReduceOp.MEAN, found)
@@ -242,7 +242,7 @@ original = adding.add
 
 
 def scaling() -> Any:
-    """In the large batch, an optimizer that does not scale; on replicas, one that does."""
+    """Return an optimizer with loss scaling on replicas, without it for the large batch."""
     inner = keras.optimizers.SGD(0.1, 0.9)
     return keras.optimizers.LossScaleOptimizer(inner, 1024.0) if tf.distribute.has_strategy() else inner
 

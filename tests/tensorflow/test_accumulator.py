@@ -1,4 +1,4 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
 """`superbatch.tensorflow.Accumulator` against the large batch, eager and in graphs."""
 
@@ -26,7 +26,7 @@ def test_an_epoch_in_one_function() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_variable_without_a_gradient_is_not_touched(way: str) -> None:
+def test_a_variable_without_a_gradient_is_unchanged(way: str) -> None:
     checks.missing_gradients(way)
 
 
@@ -38,12 +38,12 @@ def test_low_precision_is_summed_in_float32(dtype: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_window_of_nothing_makes_no_update(way: str) -> None:
+def test_a_window_of_weight_zero_makes_no_update(way: str) -> None:
     checks.nothing_has_weight(way)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_microbatch_that_is_not_finite_can_be_left_out(way: str) -> None:
+def test_a_nonfinite_microbatch_can_be_left_out(way: str) -> None:
     checks.bad_microbatch_left_out(way)
 
 

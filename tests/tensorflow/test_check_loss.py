@@ -1,6 +1,6 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""`Accumulator.check_loss`: a table of losses and weights, each right or an error, as the update says."""
+"""`Accumulator.check_loss` passes losses and weights with an exact update, and raises for others."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def contrastive(variables: list[Any], batch: Any) -> Any:
 
 
 def gated(variables: list[Any], batch: Any) -> Any:
-    """A coupled branch that is 0 in the loss, but not in its gradient."""
+    """A coupled branch that is 0 in the loss but not in the gradient."""
     zero = tf.reduce_sum(variables[2]) - tf.stop_gradient(tf.reduce_sum(variables[2]))
     return row_mean(variables, batch) + 10 * zero * centred(variables, batch)
 
 
 def difference(loss: Any, weight: Any, reduction: Any) -> float:
-    """Of the gradient from micro-batches, from that of the batch."""
+    """Return the difference between the gradient from micro-batches and that of the batch."""
     variables, batch = model(), texts(LENGTHS)
     accumulator, start = Accumulator(variables, reduction=reduction), 0
     for size in SIZES:
@@ -73,7 +73,7 @@ def difference(loss: Any, weight: Any, reduction: Any) -> float:
         (token_sum, rows, "sum"),
     ],
 )
-def test_right(loss: Any, weight: Any, reduction: Any) -> None:
+def test_right_losses_pass(loss: Any, weight: Any, reduction: Any) -> None:
     variables = model()
     Accumulator(variables, reduction=reduction).check_loss(
         lambda batch: loss(variables, batch), texts(LENGTHS), weight=weight
@@ -103,16 +103,18 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("loss", "weight", "reduction", "kind", "words"), WRONG)
-def test_wrong(loss: Any, weight: Any, reduction: Any, kind: type[Exception], words: str) -> None:
+def test_wrong_losses_raise(
+    loss: Any, weight: Any, reduction: Any, kind: type[Exception], words: str
+) -> None:
     variables = model()
     accumulator = Accumulator(variables, reduction=reduction)
     with pytest.raises(kind, match=words):
         accumulator.check_loss(lambda batch: loss(variables, batch), texts(LENGTHS), weight=weight)
-    if not words.startswith("The weight is 1"):  # which is the mean of means, and wrong for unequal counts
+    if not words.startswith("The weight is 1"):  # a mean of means, wrong only for unequal counts
         assert difference(loss, weight, reduction) > 1e-3, "the premise: the update would be wrong"
 
 
-def test_what_cannot_be_compared() -> None:
+def test_losses_that_cannot_be_compared() -> None:
     variables = model()
     accumulator, batch = Accumulator(variables), texts(LENGTHS)
     with pytest.raises(InputError, match="it draws random numbers"):
@@ -127,13 +129,13 @@ def test_what_cannot_be_compared() -> None:
         tf.function(lambda: accumulator.check_loss(lambda batch: 0.0, batch, weight=rows))()
 
 
-def test_a_part_without_tokens() -> None:
+def test_a_micro_batch_without_tokens() -> None:
     variables, empty = model(), texts([4, 1, 3, 2, 2, 0, 0, 0])
     Accumulator(variables).check_loss(lambda batch: token_mean(variables, batch), empty, weight=count)
 
 
-def test_mutant_the_loss_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without gradients the branch that is switched off is not seen."""
+def test_mutant_that_compares_only_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients the gated branch is not detected."""
     right = checking._same
     monkeypatch.setattr(checking, "_same", lambda a, b, bound: right(a[:1], b[:1], bound))
     variables = model()

@@ -1,6 +1,6 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Programs with a GradientTape, each compared with its large batch: `check_loss` passes if it is the same."""
+"""`check_loss` passes programs with a GradientTape whose update equals the large batch, and no others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ layers = keras.layers
 
 
 class Program(NamedTuple):
-    """A loss of a model and a batch, with the weight that the loop passes."""
+    """A model, its loss and batch, with the weight that the loop passes."""
 
     loss: Callable[..., Any]
     batch: tuple[Any, ...] = (X, Y)
@@ -83,7 +83,7 @@ def with_losses(model: Any, x: Any, y: Any) -> Any:
 
 
 def penalty(model: Any, x: Any, y: Any) -> Any:
-    """The gradient of each row's outputs by its inputs."""
+    """Penalty on the gradient of each row's outputs with respect to its inputs."""
     x = tf.convert_to_tensor(x)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -92,7 +92,7 @@ def penalty(model: Any, x: Any, y: Any) -> Any:
 
 
 def balanced(model: Any, x: Any, labels: Any) -> Any:
-    """Classes are weighted by their share of the micro-batch."""
+    """Loss with classes weighted by their share of the micro-batch."""
     share = tf.reduce_mean(labels)
     weight = tf.where(labels > 0.5, 1 / (share + 0.1), 1 / (1.1 - share))
     return tf.reduce_mean(weight * (model(x)[:, :1] - labels) ** 2)
@@ -164,20 +164,24 @@ RIGHT = {
         ({"x": X, "y": Y},),
         weight=lambda b: len(b["x"]),
     ),
-    "a number beside the rows": Program(lambda model, x, y, t: t * mean(model, x, y), (X, Y, 0.5)),
+    "a scalar next to the rows": Program(lambda model, x, y, t: t * mean(model, x, y), (X, Y, 0.5)),
     "no targets": Program(lambda model, x, _: tf.reduce_mean(model(x) ** 2), (X, None)),
     "ragged rows": Program(of_ragged, weight=lambda ragged: tf.size(ragged.flat_values), **RAGGED_ROWS),
 }
 ROW_MEAN, A_SUM = r"The loss is not a mean over rows: ", r"The loss is a sum, but the accumulator"
 WRONG = {
-    "a sum for a mean": (Program(lambda *given: tf.reduce_sum(squares(*given))), LossSpecError, A_SUM),
+    "a sum declared as a mean": (
+        Program(lambda *given: tf.reduce_sum(squares(*given))),
+        LossSpecError,
+        A_SUM,
+    ),
     "a number for each row": (Program(squares), LossSpecError, r"has the shape \(8,\), and tape\.gradient"),
     "a part of a global batch": (
         Program(lambda *given: tf.nn.compute_average_loss(squares(*given), global_batch_size=ROWS)),
         LossSpecError,
         A_SUM,
     ),
-    "a regularizer beside a sum": (
+    "a regularizer plus a sum": (
         Program(lambda *g: with_losses(*g) + 9 * mean(*g) * len(g[1]), between=regularized, reduction="sum"),
         CoupledSamplesError,
         r"Leave out terms that are no sum over rows: a regularizer in model\.losses",
@@ -191,12 +195,12 @@ WRONG = {
         ROW_MEAN,
     ),
     "contrastive": (Program(contrastive), LossSpecError, ROW_MEAN),
-    "tokens by rows": (
+    "tokens weighted by rows": (
         Program(lambda *given: tf.reduce_sum(token_losses(*given)) / tf.reduce_sum(given[-1]), **TEXTS),
         LossSpecError,
         ROW_MEAN,
     ),
-    "weights by rows": (Program(weighted, (X, Y, WEIGHTS)), LossSpecError, ROW_MEAN),
+    "weights counted by rows": (Program(weighted, (X, Y, WEIGHTS)), LossSpecError, ROW_MEAN),
     "a root of a mean": (Program(lambda *given: tf.sqrt(mean(*given))), LossSpecError, ROW_MEAN),
     "classes by their share": (Program(balanced, (X, LABELS)), LossSpecError, ROW_MEAN),
     "the two hardest rows": (
@@ -204,7 +208,7 @@ WRONG = {
         LossSpecError,
         ROW_MEAN,
     ),
-    "ragged rows by rows": (
+    "ragged tokens counted by rows": (
         Program(of_ragged, weight=lambda ragged: ragged.nrows(), **RAGGED_ROWS),
         LossSpecError,
         ROW_MEAN,
@@ -218,7 +222,7 @@ def made(program: Program) -> tuple[Any, Callable[..., Any]]:
 
 
 def difference(program: Program) -> float:
-    """Of the gradient from three micro-batches, from that of the batch; relative to the largest element."""
+    """Return the relative difference between the gradient from three micro-batches and that of the batch."""
     model, loss = made(program)
     variables = model.trainable_variables
     accumulator = Accumulator(variables, reduction=program.reduction)
@@ -248,21 +252,21 @@ def check(program: Program) -> None:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_programs_that_are_the_large_batch_pass(name: str) -> None:
+def test_programs_that_equal_the_large_batch_pass(name: str) -> None:
     assert difference(RIGHT[name]) < 1e-14, "the premise"
     check(RIGHT[name])
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_programs_that_are_another_update_are_refused(name: str) -> None:
+def test_programs_with_another_update_raise(name: str) -> None:
     program, kind, words = WRONG[name]
     assert difference(program) > 2e-4, "the premise"
     with pytest.raises(kind, match=words):
         check(program)
 
 
-def test_mutant_one_turn_misses_what_agrees_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two parts of a few rows have the same share of labels once in several turns."""
+def test_mutant_with_one_comparison_misses_agreement_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches of a few rows have equal label shares in some of the comparisons."""
     labels = np.zeros((ROWS, 1))
     labels[[0, 2, 3, 20]] = 1.0
     program = Program(balanced, (X, labels))
@@ -277,7 +281,7 @@ def test_mutant_one_turn_misses_what_agrees_by_chance(monkeypatch: pytest.Monkey
     monkeypatch.setattr(checking, "TURNS", 1)
     monkeypatch.setattr(checking, "spread_rows", lambda *_: [0, 1, 4, 5, 6, 2, 7, 8])
     with pytest.raises(LossSpecError):
-        check(program)  # one of five and one of three
+        check(program)  # micro-batches of five and of three
     monkeypatch.setattr(checking, "spread_rows", lambda *_: [1, 4, 5, 6, 7, 8, 9, 10])
     check(program)
 
@@ -292,8 +296,8 @@ def test_a_sparse_tensor_is_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_rounding_of_mixed_precision_is_no_difference(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was called another loss, since its gradients differ by up to 2 % between parts."""
+def test_rounding_of_mixed_precision_passes(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of micro-batches in mixed precision differ by up to 2 %."""
     x, y = X.astype("float32"), Y.astype("float32")
     model = dense(dtype=policy)
     loss = lambda x, y: keras.losses.MeanSquaredError(dtype="float32")(y, model(x))  # noqa: E731
@@ -312,8 +316,8 @@ def test_rounding_of_mixed_precision_is_no_difference(policy: str, monkeypatch: 
             accumulator.check_loss(loss, x, y, weight=lambda x, y: len(x))
 
 
-def test_weights_of_python_are_float64() -> None:
-    """`tf.cast` of a Python number rounds it to float32 first."""
+def test_python_weights_are_float64() -> None:
+    """`tf.cast` would round a Python number to float32 first."""
     variable = tf.Variable([1.0], dtype=tf.float64)
     accumulator = Accumulator([variable])
     for weight, gradient in ((0.1, 3.0), (0.7, 5.0)):

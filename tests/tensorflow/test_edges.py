@@ -1,4 +1,4 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
 """Errors of an accumulator, recovery from them, checkpoints and graphs."""
 
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.tensorflow
 NAN = float("nan")
 
 
-def said(value: Any) -> str:
-    """Names a case by what is said of it: how a tensor is printed differs from process to process."""
+def message_id(value: Any) -> str:
+    """Return the id of a case: its message, because the repr of a tensor differs between processes."""
     return value if isinstance(value, str) else ""
 
 
@@ -58,15 +58,15 @@ def said(value: Any) -> str:
             "max_grad_value=1.0 cannot clip complex variables",
         ),
     ],
-    ids=said,
+    ids=message_id,
 )
-def test_options_that_cannot_be(changes: Any, message: str) -> None:
+def test_invalid_options(changes: Any, message: str) -> None:
     options = {"variables": [tf.Variable(1.0)]} | changes
     with pytest.raises(InputError, match=message):
         Accumulator(options.pop("variables"), **options)
 
 
-def test_a_variable_is_given_once() -> None:
+def test_a_repeated_variable_is_refused() -> None:
     variable = tf.Variable(1.0)
     with pytest.raises(InputError, match="a variable twice"):
         Accumulator([variable, keras.Variable(1.0), variable])
@@ -101,7 +101,7 @@ def test_a_variable_is_given_once() -> None:
             "add\\(\\) needs weight=.*Pass weight=len\\(rows\\) for a mean over rows",
         ),
     ],
-    ids=said,
+    ids=message_id,
 )
 def test_bad_input_changes_nothing(way: str, arguments: Any, message: str) -> None:
     accumulator = Accumulator([one(), tf.Variable([1.0], dtype=tf.float64, name="b")])
@@ -121,7 +121,7 @@ def test_bad_loss_or_samples(options: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1.0, NAN])
-def test_a_weight_that_a_graph_finds_to_be_bad_changes_nothing(bad: float) -> None:
+def test_a_bad_weight_in_a_graph_changes_nothing(bad: float) -> None:
     accumulator = Accumulator([one()])
     add = tf.function(lambda weight: accumulator.add([gradient(3.0)], weight))
     add(tf.constant(2.0))
@@ -131,7 +131,7 @@ def test_a_weight_that_a_graph_finds_to_be_bad_changes_nothing(bad: float) -> No
     assert float(accumulator.mean()[0][0]) == 3.0
 
 
-def test_xla_leaves_the_assertion_out_and_the_boundary_sees_the_weight() -> None:
+def test_xla_skips_the_assertion_and_apply_finds_the_bad_weight() -> None:
     variables = [one()]
     accumulator, optimizer = Accumulator(variables), sgd(variables)
     add = tf.function(lambda weight: accumulator.add([gradient(3.0)], weight), jit_compile=True)
@@ -165,7 +165,7 @@ def test_a_strategy_of_one_device() -> None:
     assert accumulator.apply(optimizer).made and float(variables[0][0]) == 0.5
 
 
-def test_a_mean_of_nothing() -> None:
+def test_the_mean_of_a_window_of_weight_zero() -> None:
     accumulator = Accumulator([one()])
     with pytest.raises(WindowError, match="weight of this window is 0"):
         accumulator.mean()
@@ -186,7 +186,7 @@ def test_weights_are_counted_exactly() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_raise_gives_up_the_window(way: str) -> None:
+def test_nonfinite_raise_discards_the_window(way: str) -> None:
     variables = [one(), tf.Variable([1.0], dtype=tf.float64, name="bad")]
     accumulator, optimizer = Accumulator(variables), sgd(variables)
     add = wrapped(lambda x, y: accumulator.add([x, y], 1), way)
@@ -204,7 +204,7 @@ def test_raise_gives_up_the_window(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_skip_update_gives_up_the_window(way: str) -> None:
+def test_nonfinite_skip_update_discards_the_window(way: str) -> None:
     variables = [one()]
     accumulator, optimizer = Accumulator(variables, nonfinite="skip_update"), sgd(variables)
     add = wrapped(lambda x: accumulator.add([x], 1), way)
@@ -257,8 +257,8 @@ def test_complex_variables() -> None:
     np.testing.assert_allclose(variable.numpy(), [-3 + 4j, 2.5 - 2.5j], rtol=1e-12)
 
 
-def test_a_window_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """Saved are sums and counters, and not the model: that is the business of its own checkpoint."""
+def test_a_window_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    """The checkpoint contains sums and counters, but not the model, which has its own checkpoint."""
     batch, pairs = texts(LENGTHS), []
     for _ in range(2):
         variables = model()
@@ -268,7 +268,7 @@ def test_a_window_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     saved.add(gradients(first, head)[1], count(head))
     path = tf.train.Checkpoint(accumulator=saved).save(str(tmp_path / "window"))
     names = [name for name, _ in tf.train.list_variables(path)]
-    assert len(names) == 4 + 1 + 2, names  # sums, counters; the checkpoint's own two
+    assert len(names) == 4 + 1 + 2, names  # sums, counters; two of the checkpoint itself
     status = tf.train.Checkpoint(accumulator=restored).restore(path)
     status.assert_consumed()
     for variables, accumulator in pairs:
@@ -279,8 +279,8 @@ def test_a_window_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert_same([*first], [*second], model())
 
 
-def test_a_graph_refuses_a_window_that_it_was_not_drawn_for() -> None:
-    """`apply` was traced when only the second variable had had gradients."""
+def test_a_graph_refuses_a_window_with_other_gradients_than_at_tracing() -> None:
+    """`apply` is traced when only the second variable has had gradients."""
     variables = [one(), one()]
     accumulator, optimizer = Accumulator(variables), sgd(variables)
     apply = tf.function(lambda: accumulator.apply(optimizer))
@@ -295,7 +295,7 @@ def test_a_graph_refuses_a_window_that_it_was_not_drawn_for() -> None:
     assert [float(v[0]) for v in variables] == [1.0, 0.25]
 
 
-def test_too_many_sets_of_variables_for_a_graph() -> None:
+def test_too_many_combinations_of_variables_for_a_graph() -> None:
     variables = [one() for _ in range(6)]
     accumulator, optimizer = Accumulator(variables), sgd(variables)
     for index in range(6):

@@ -1,6 +1,6 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Wrong ways to accumulate, each of which a check of the other tests must reject."""
+"""Wrong accumulation: a check of the other tests must reject each mutant."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def each_clipped(gradients: Any, norm: Any, finite: Any, scale: Any, options: An
 MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     "a mean of means": (normalize, "after_forward_scale", lambda weight, reduction: 1, checks.windows),
     "divided by 3": (arithmetic, "per_weight", by_microbatches, checks.windows),
-    "each variable clipped by itself": (
+    "each variable clipped separately": (
         boundary,
         "_clipped",
         each_clipped,
@@ -58,7 +58,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         ),
         checks.windows,
     ),
-    "the window is not begun anew": (boundary, "clear", not_cleared, checks.windows),
+    "the window is not reset": (boundary, "clear", not_cleared, checks.windows),
     "zeros for variables without gradient": (
         boundary,
         "_possible",
@@ -66,13 +66,13 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         checks.missing_gradients,
     ),
     "sums in bfloat16": (arithmetic, "sum_dtype", lambda dtype, choice=None: dtype, checks.low_precision),
-    "not finite, and counted": (
+    "non-finite micro-batches count": (
         arithmetic,
         "all_finite",
         lambda values: tf.constant(value=True),
         checks.bad_microbatch_left_out,
     ),
-    "noise of parts of rows": (adding, "_joined", lambda gradient, part: part, checks.noise),
+    "noise of slices of repeated rows": (adding, "_joined", lambda gradient, part: part, checks.noise),
     "noise without weights": (arithmetic, "square_sum", lambda value: tf.ones((), tf.float64), checks.noise),
     "0 x NaN": (tf, "where", lambda keep, yes, no: yes, checks.nothing_has_weight),
 }
@@ -86,8 +86,8 @@ def test_a_mutant_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         check()
 
 
-def test_a_window_that_is_multiplied_by_0_stays_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As optax and the torch backend of Keras begin a window anew; NaN x 0 is NaN."""
+def test_a_window_reset_by_multiplication_stays_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """optax and the torch backend of Keras reset a window by x 0, but NaN x 0 is NaN."""
     monkeypatch.setattr(boundary, "clear", multiplied)
     with pytest.raises((AssertionError, ArithmeticError)):
-        test_edges.test_raise_gives_up_the_window("eager")
+        test_edges.test_nonfinite_raise_discards_the_window("eager")

@@ -1,6 +1,6 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. pyright prefers its incomplete stubs of TensorFlow, installed or not.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Optimizers that an accumulator calls: loss scales, clipping, Keras models, embeddings, TensorFlow 1."""
+"""Optimizers of an accumulator: loss scaling, clipping, Keras models, embeddings, TensorFlow 1."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_loss_scale_is_taken_off_before_clipping(way: str) -> None:
-    """float16 gradients of scaled losses; an overflow lowers the scale."""
+def test_gradients_are_unscaled_before_clipping(way: str) -> None:
+    """Gradients of scaled losses are float16; an overflow lowers the scale."""
     variables = [tf.Variable([3.0, 4.0])]
     inner = keras.optimizers.SGD(1.0)
     optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**10)
@@ -87,16 +87,16 @@ def test_a_fixed_loss_scale() -> None:
     ],
     ids=["object", "accumulates", "scales"],
 )
-def test_optimizers_that_cannot_be(optimizer: Any, options: Any, message: str) -> None:
+def test_invalid_optimizers(optimizer: Any, options: Any, message: str) -> None:
     accumulator = Accumulator([one()], **options)
     accumulator.add([gradient(2.0)], 1)
     with pytest.raises(OptimizerError, match=message):
         accumulator.apply(optimizer)
-    assert float(accumulator.mean()[0][0]) == 2.0, "the window stays"
+    assert float(accumulator.mean()[0][0]) == 2.0, "the window is kept"
 
 
-def test_a_scale_that_a_graph_keeps() -> None:
-    """Before an optimizer is built, its scale is a constant: a graph of `add` would keep it for ever."""
+def test_a_graph_must_not_keep_an_initial_scale() -> None:
+    """The scale of an unbuilt optimizer is a constant, which a graph of `add` would keep."""
     variables = [one()]
 
     def make() -> tuple[Any, Any, Any]:
@@ -116,7 +116,7 @@ def test_a_scale_that_a_graph_keeps() -> None:
     add()
     with pytest.raises(OptimizerError, match=r"Call optimizer\.build\(variables\) before the first call"):
         accumulator.apply(optimizer)
-    assert float(accumulator.mean()[0][0]) == 12.0, "the window stays"
+    assert float(accumulator.mean()[0][0]) == 12.0, "the window is kept"
     optimizer, accumulator, add = make()
     optimizer.build(variables)
     norms = []
@@ -134,7 +134,7 @@ def test_a_window_without_any_gradient() -> None:
         accumulator.apply(keras.optimizers.SGD(1.0))
 
 
-def test_an_optimizer_that_raises_leaves_the_window() -> None:
+def test_an_optimizer_that_raises_keeps_the_window() -> None:
     variables = [one()]
     accumulator = Accumulator(variables)
     accumulator.add([gradient(2.0)], 3)
@@ -159,7 +159,7 @@ def test_optimizers_of_tensorflow_1() -> None:
 
 
 def test_a_keras_model() -> None:
-    """Mixed shapes, weights of Keras, a sparse gradient by its Embedding, and a compiled graph of XLA."""
+    """The model has variables of several shapes and a sparse Embedding gradient; XLA compiles its graph."""
     inputs = keras.Input((4,), dtype="int32")
     hidden = keras.layers.Flatten(dtype="float64")(keras.layers.Embedding(7, 3, dtype="float64")(inputs))
     network = keras.Model(inputs, keras.layers.Dense(1, dtype="float64")(hidden))
@@ -191,8 +191,8 @@ def test_a_keras_model() -> None:
     )
 
 
-def test_an_embedding_is_updated_by_its_gradient_and_not_by_its_parts() -> None:
-    """Keras squares the parts of a row that repeats one by one; we give it the row."""
+def test_an_embedding_is_updated_by_the_sum_of_repeated_rows() -> None:
+    """Keras squares each slice of a repeated row; superbatch passes their sum."""
     rows = tf.IndexedSlices(tf.constant([[1.0], [2.0]]), tf.constant([0, 0]), tf.constant([3, 1]))
     sparse, dense, ours = (tf.Variable(tf.zeros((3, 1))) for _ in range(3))
     make = lambda: keras.optimizers.Adam(0.1, epsilon=1e-3)  # noqa: E731
@@ -206,4 +206,4 @@ def test_an_embedding_is_updated_by_its_gradient_and_not_by_its_parts() -> None:
     for _ in range(2):
         as_dense.apply([tf.convert_to_tensor(rows)], [dense])
     np.testing.assert_allclose(ours.numpy(), dense.numpy(), rtol=1e-6)
-    assert abs(float(sparse[0, 0] - dense[0, 0])) > 0.01, "the premise: Keras 3.15 tells them apart"
+    assert abs(float(sparse[0, 0] - dense[0, 0])) > 0.01, "the premise: Keras 3.15 treats them differently"

@@ -1,4 +1,4 @@
-"""Two replicas with unequal rows: the large batch, nothing sent before the boundary, one reduction there."""
+"""Two replicas with unequal rows equal the large batch, and communicate only at the end of a window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GRAPHS = ["graph", "graph, clipped", "everything", "loss scale"]
 
 
 def run(*arguments: str) -> Any:
-    """The number of devices has to be set before TensorFlow starts, so in a process of its own."""
+    """Run in a child process, because the number of devices must be set before TensorFlow starts."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [sys.executable, "-m", "tests.tensorflow.replicas", *arguments],
@@ -50,10 +50,10 @@ def test_replicas_equal_the_large_batch(found: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_nothing_is_sent_before_the_boundary(found: Any, name: str) -> None:
+def test_nothing_is_sent_before_the_end_of_the_window(found: Any, name: str) -> None:
     microbatch, update = found[name]["microbatch"], found[name]["update"]
     assert microbatch == {"collectives": 0, "crossing": 0, "devices": 2}
-    assert update["collectives"] == 2, "one reduction, of which each of two devices has its part"
+    assert update["collectives"] == 2, "one reduction, with an operation on each of two devices"
 
 
 def test_a_window_and_its_update_in_one_function(found: Any) -> None:
@@ -62,22 +62,22 @@ def test_a_window_and_its_update_in_one_function(found: Any) -> None:
     assert one["error"] < 1e-14
 
 
-def test_dtypes_are_reduced_apart(found: Any) -> None:
+def test_each_dtype_is_reduced_separately(found: Any) -> None:
     one = found["mixed dtypes"]
     assert one["right"] == [True, True]
     assert one["collectives"] == 4, "the sums, all in float32, and the counters, in float64"
 
 
-def test_a_reduction_in_every_microbatch_would_be_seen() -> None:
+def test_a_reduction_in_every_microbatch_would_be_found() -> None:
     assert run("mutant")["mutant"]["microbatch"]["collectives"] > 0
 
 
-@pytest.mark.slow  # ./run test tests/tensorflow -m slow: another process for another kind of reduction
-def test_copies_in_every_microbatch_would_be_seen() -> None:
+@pytest.mark.slow  # ./run test tests/tensorflow -m slow: a second process, for another reduction
+def test_copies_in_every_microbatch_would_be_found() -> None:
     assert run("mutant", "copies")["mutant"]["microbatch"]["crossing"] > 0
 
 
-def test_a_window_goes_on_from_a_checkpoint(found: Any) -> None:
+def test_a_window_resumes_from_a_checkpoint(found: Any) -> None:
     assert found["resumed"] < 1e-15
 
 
@@ -99,5 +99,5 @@ def test_a_window_goes_on_from_a_checkpoint(found: Any) -> None:
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(found: Any, name: str, message: str) -> None:
+def test_wrong_use_under_a_strategy_is_refused(found: Any, name: str, message: str) -> None:
     assert found["refusals"][name].startswith(message)
