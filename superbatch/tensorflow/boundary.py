@@ -186,9 +186,9 @@ def _no_divisor() -> LossSpecError:
 
 def _unknown_pattern() -> WindowError:
     return WindowError(
-        "apply() was traced before any add() with this window's set of variables that have a gradient, so its "
-        "graph has no branch for this set; nothing was updated, and the window was dropped. Call "
-        "each function that calls add() once before the first call of the function that calls apply()."
+        "apply() was traced before any add() with this window's set of variables that have a gradient, so "
+        "its graph has no branch for this set; nothing was updated, and the window was dropped. Call each "
+        "function that calls add() once before the first call of the function that calls apply()."
     )
 
 

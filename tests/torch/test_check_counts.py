@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import LossSpecError
 from superbatch.torch import Accumulator, Window, class_weights, count_tokens, sample_weights, verify
-from superbatch.torch.checks import check_schedule, sample_counts
+from superbatch.torch.checks import check_schedule, sample_counts, unchecked_feature
 from superbatch.torch.checks.sample_counts import Count, Hints
 from tests.torch.helpers import sgd
 
@@ -197,7 +197,7 @@ def test_labels_that_are_probably_not_ignored_are_counted_in_few_windows(
     monkeypatch.setattr(Count, "of_values", of_values)
     for update in range(1, windows):
         accumulate(zeros([0, 1, 0, 1, 2, 1, 1, 0], update, at_ends=False))
-    assert 0 < len(counted) <= 8 + windows // check_schedule.WINDOWS
+    assert 0 < len(counted) <= 8 + windows // unchecked_feature.WINDOWS
     assert {count.ignored for count in counted} == {0}
 
 
@@ -212,7 +212,7 @@ def test_padding_by_0_in_one_micro_batch_of_a_loader_is_found_at_once() -> None:
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn)
     for update in range(3):
         accumulate(Window([zeros([0, 0], 2 * update + number, at_ends=True) for number in range(2)]))
-    assert not check_schedule.in_full(3), "premise: window 3 is not checked in full"
+    assert not unchecked_feature.inspects_all_counts(3), "premise: window 3 is not checked in full"
     with pytest.raises(LossSpecError, match="Update 3, which shows the error, was not made"):
         accumulate(Window([zeros(rows, 9, at_ends=True) for rows in ([0, 0], [0, 4])]))
 

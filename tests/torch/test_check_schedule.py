@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from superbatch.errors import CoupledSamplesError, InputError, LossSpecError
 from superbatch.noise.meter import NoiseMeter
 from superbatch.torch import Accumulator, Window, count_tokens
-from superbatch.torch.checks import check_schedule
+from superbatch.torch.checks import unchecked_feature
 from superbatch.torch.checks.check_schedule import CALLS
 from superbatch.torch.options import Split
 from tests.torch.helpers import (
@@ -168,7 +168,7 @@ def test_a_wrong_declaration_is_found_in_the_first_window_that_shows_it(
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_declaration_is_found_between_full_inspections(case: str) -> None:
     data = WRONG[case][2]
-    assert not check_schedule.in_full(3), "premise: window 3 is not checked in full"
+    assert not unchecked_feature.inspects_all_counts(3), "premise: window 3 is not checked in full"
     _, _, accumulate = accumulator(case)
     for update in range(3):
         assert accumulate(data(0, update)).made

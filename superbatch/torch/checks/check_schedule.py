@@ -35,13 +35,10 @@ from .lengths import Pair, lengths_in, ragged
 from .probing.problem import Problem
 from .rank_counts import apart, digest, first_sample, levels_of
 from .sample_counts import Count, Hints, contrast, counts_in, extremes, spread, uneven
-from .unchecked_feature import UncheckedFeature, unequal_weights
+from .unchecked_feature import WINDOWS, UncheckedFeature, inspects_all_counts, unequal_weights
 
 CALLS = 8
 """Calls of `loss_fn` in a check of a few samples."""
-WINDOWS = 100
-"""Later checks may make one call of `loss_fn` per this many micro-batches. Also the period, in updates, of
-the windows that inspect all counts."""
 ROUTINE = 10
 """First window that may be checked without an unchecked feature."""
 
@@ -129,7 +126,7 @@ class CheckSchedule:
         self._pending, self._feature = count, None
         if count < 2 and not self._config.sync.shared:  # nothing is averaged
             return False
-        every = in_full(self.updates)
+        every = inspects_all_counts(self.updates)
         found = self._find(window, every=every)
         if found is None:
             return self._is_due(count)
@@ -387,18 +384,3 @@ def _hints(config: Config) -> Hints:
     clues = clues_of(Problem(nn.ModuleList(config.models), config.loss_fn))
     unequal = [weights for weights in clues.class_tensors if 1 < weights.unique().numel() <= _MOST_CLASSES]
     return Hints(clues.ignored, tuple(tuple(weights.tolist()) for weights in unequal[:4]))
-
-
-def in_full(updates: int) -> bool:
-    """Return whether a window inspects all counts: after 1, 2, 4, ... 64 updates, then after every 100.
-
-    The answer depends on `updates` alone, so all ranks inspect the same windows in full.
-
-    Args:
-        updates: number of updates before the window.
-
-    Examples:
-        >>> [updates for updates in range(1, 401) if in_full(updates)]
-        [1, 2, 4, 8, 16, 32, 64, 100, 200, 300, 400]
-    """
-    return updates % WINDOWS == 0 or (updates < WINDOWS and updates.bit_count() == 1)

@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 from ..window.microbatches import CheckedWindow
 
+WINDOWS = 100
+"""Later checks may make one call of `loss_fn` per this many micro-batches. Also the period, in updates, of
+the windows that inspect all counts."""
+
 
 class UncheckedFeature(NamedTuple):
     """Feature that a window has for the first time, e.g. unequal token counts.
@@ -42,3 +46,18 @@ def unequal_weights(window: CheckedWindow, name: str) -> list[UncheckedFeature]:
     if not each[least] < each[most] * (1 - 1e-9):
         return []
     return [UncheckedFeature(name, 1 - each[least] / each[most], window.microbatches.of_two(least, most, 1))]
+
+
+def inspects_all_counts(updates: int) -> bool:
+    """Return whether a window inspects all counts: after 1, 2, 4, ... 64 updates, then after every 100.
+
+    The answer depends on `updates` alone, so all ranks inspect the same windows in full.
+
+    Args:
+        updates: number of updates before the window.
+
+    Examples:
+        >>> [updates for updates in range(1, 401) if inspects_all_counts(updates)]
+        [1, 2, 4, 8, 16, 32, 64, 100, 200, 300, 400]
+    """
+    return updates % WINDOWS == 0 or (updates < WINDOWS and updates.bit_count() == 1)
