@@ -204,6 +204,6 @@ def test_sentences_end_with_how_to_train() -> None:
         same
         == "Stock torch is the same, on the mean gradient: torch.optim.SGD(parameters, lr=0.1, momentum=0)."
     )
-    assert train.startswith('To train by it: superbatch.torch.caffe.solver(read_solver("solver")')
+    assert train.startswith('To train with it: superbatch.torch.caffe.solver(read_solver("solver")')
     differs = findings(dataclasses.replace(report, stock=dataclasses.replace(report.stock, differs=("so",))))
     assert "It differs: so." in differs

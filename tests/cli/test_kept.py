@@ -67,7 +67,7 @@ def test_every_command_writes_a_page(
     assert page.seen.count("img") == (command != "verify")
     assert not re.search(r"(src|href)=\"(?!data:)", text), "nothing is loaded from elsewhere"
     assert Path("here/report.json").is_file()
-    (guide,) = re.findall(rf"Explained at {DOCUMENTATION}(\w+)/\.", text)
+    (guide,) = re.findall(rf"Documentation: {DOCUMENTATION}(\w+)/", text)
     assert (ROOT / "docs" / f"{guide}.md").is_file()
 
 

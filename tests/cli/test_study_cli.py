@@ -111,7 +111,7 @@ def test_help_does_not_import_torch() -> None:
         (("momentum", "pairs", "--quick"), "its samples are coupled"),
         (
             ("coupled", "digits", "--quick"),
-            "The recipe 'digits' has no ways to compare. Use one of code-search",
+            "The recipe 'digits' is not for the study coupled. Use one of code-search",
         ),
         (
             ("coupled", "--json"),

@@ -48,8 +48,8 @@ def test_a_schedule_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("loss", "accuracy", "constant", "start", "end"),
     [
-        (1.0, 97.5, 2.0, "Growing the batch is decaying the rate", "test accuracy 0."),
-        (1.0, 97.5, 1.0, "Growing the batch is decaying the rate", "so the schedule hardly matters."),
+        (1.0, 97.5, 2.0, "Growing the batch acts like decaying the rate", "test accuracy 0."),
+        (1.0, 97.5, 1.0, "Growing the batch acts like decaying the rate", "so the schedule hardly matters."),
         (1.5, 97.5, 2.0, "Not shown to be the same", ""),
         (1.0, 95.0, 2.0, "Not shown to be the same", ""),
     ],

@@ -116,7 +116,7 @@ def test_the_exact_update_learns_pairs(tmp_path: Path) -> None:
         (
             "a.tsv",
             "how to\topen it",
-            r"has 1 different pairs of texts, but code-search needs 2000: 1000",
+            r"has 1 different pairs of texts, but code-search needs 2000\. Add pairs",
         ),
     ],
 )
@@ -220,7 +220,10 @@ def test_the_exact_update_of_classes_equals_the_real_batch(tmp_path: Path) -> No
 
 def test_too_few_images(tmp_path: Path) -> None:
     write_images(tmp_path, ("cat", "dog"), 3)
-    message = r"has 6 images in 2 subfolders, but counting needs 200 images in 2: FOLDER/CLASS/\*\.png"
+    message = (
+        r"has 6 images in 2 subfolders, but counting needs at least 200 in 2 subfolders\. "
+        r"Store them as FOLDER/CLASS/\*\.png"
+    )
     with pytest.raises(InputError, match=message):
         load_recipe("counting", data=tmp_path)
 

@@ -210,7 +210,7 @@ def test_no_conclusion_without_runs() -> None:
         (
             own_recipe.plane,
             {},
-            r"The recipe 'plane' has no ways to compare\. Use one of code-search",
+            r"The recipe 'plane' is not for the study coupled\. Use one of code-search",
         ),
         (
             lambda: made("ring"),

@@ -103,7 +103,7 @@ def test_two_runs_give_no_verdict(step: float | None) -> None:
     test = tost_paired([0.01, -0.01], margin=0.5, step=step)
     assert test.p_value < 0.05
     assert not test.equivalent
-    assert test.verdict == "no verdict (2 of 3 runs)"
+    assert test.verdict == "no verdict (2 runs, 3 needed)"
     assert not tost_welch(summarise([1.0, 1.01]), summarise([1.0, 0.99, 1.0]), margin=0.5).equivalent
 
 

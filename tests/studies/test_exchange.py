@@ -82,7 +82,7 @@ def test_the_advice_contains_the_measured_time_and_is_printed_once(tmp_path: Pat
 
 
 def test_ranks_must_equal_the_ranks_of_the_command() -> None:
-    with pytest.raises(InputError, match="ranks=8 in a command on 2 ranks"):
+    with pytest.raises(InputError, match="ranks=8, but this command runs on 2 ranks"):
         check_ranks(8, 2)
     assert check_ranks(8, 1) == 8
 

@@ -147,7 +147,7 @@ def test_nothing_fits() -> None:
     assert not any(size.fits or size.measured for size in report.sizes)
     assert report.fastest is None
     assert report.reach == ()
-    assert findings(report)[0] == "Not even one sample fits in 100 B (asked for)."
+    assert findings(report)[0] == "Not even one sample fits in 100 B (--limit)."
 
 
 def test_requested_sizes() -> None:
@@ -395,7 +395,7 @@ def test_texts_of_the_tables(limited: Fitting) -> None:
     reach = reach_table(limited)
     assert [row[0] for row in reach.rows] == ["100", "400", "1600", "6400", "25600"]
     assert reach.rows[-1][3].endswith(" > limit")
-    assert f"At most {limited.largest} samples fit in 150 KiB (asked for)." in findings(limited)
+    assert f"At most {limited.largest} samples fit in 150 KiB (--limit)." in findings(limited)
 
 
 def texts_of(report: Fitting) -> str:
@@ -424,7 +424,7 @@ def test_the_plot_shows_the_limit_and_the_choice(limited: Fitting) -> None:
     assert bottom < limited.usable < top
     assert values_of(speed.lines[-1].get_xdata()) == [size.samples for size in limited.sizes if size.seconds]
     said = texts_of(limited)
-    assert "limit: 150 KiB (asked for)" in said
+    assert "limit: 150 KiB (--limit)" in said
     assert f"fastest: {limited.fastest}" in said
     assert f"largest that fits: {max(size.samples for size in limited.sizes if size.fits)}" in said
 
@@ -432,7 +432,7 @@ def test_the_plot_shows_the_limit_and_the_choice(limited: Fitting) -> None:
 def test_a_far_limit_does_not_flatten_the_curve_in_the_plot() -> None:
     report = fit(wide(), quick(limit=2**40))
     assert plot.fitting(report).axes[0].get_ylim()[1] < 2**30
-    assert "limit: 1.00 TiB (asked for)" in texts_of(report)
+    assert "limit: 1.00 TiB (--limit)" in texts_of(report)
 
 
 def test_a_plot_of_few_or_no_measurements(limited: Fitting) -> None:

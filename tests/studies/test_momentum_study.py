@@ -96,7 +96,7 @@ def conclude_momentum(
 
 def test_momentum_concludes_from_the_numbers() -> None:
     assert conclude_momentum(1e-2).startswith(
-        "Momentum 0.99 with lr/(1-m) kept is the small batch, not a large"
+        "Momentum 0.99 with lr/(1-m) kept acts like the small batch, not like a large"
     )
     assert conclude_momentum(1e-2 / 199).startswith(
         "Momentum 0.99 with lr/(1-m) kept acts like a large batch"

@@ -238,7 +238,7 @@ def test_damaged_idx_files(tmp_path: Path, content: bytes, message: str) -> None
 
 
 def test_errors_of_data(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"needs a folder of data and downloads none. Add --data FOLDER"):
+    with pytest.raises(InputError, match=r"needs a folder with the four files of MNIST. Add --data FOLDER"):
         load_recipe("mnist")
     with pytest.raises(InputError, match="has no file train-images-idx"):
         load_recipe("mnist", data=tmp_path)

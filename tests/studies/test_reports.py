@@ -94,7 +94,7 @@ def test_a_lost_or_changed_field_is_found(report: Comparison, change) -> None:
 
 @pytest.mark.parametrize("thing", [3, {"a": 1}, Update])
 def test_only_reports_are_written(thing: object) -> None:
-    with pytest.raises(InputError, match=r"is no report\. Pass what a study returned"):
+    with pytest.raises(InputError, match=r"is no report\. Pass the result of a command or a study"):
         to_json(thing)
 
 

@@ -42,7 +42,7 @@ def test_momentum() -> None:
     noise = {arm.name: arm.mean("noise excess") or 0.0 for arm in report.arms}
     assert noise["F"] < noise["A"] / 16
     assert report.conclusion.startswith(
-        "Momentum 0.99 with lr/(1-m) kept is the small batch, not a large one"
+        "Momentum 0.99 with lr/(1-m) kept acts like the small batch, not like a large one"
     )
 
 
@@ -54,7 +54,7 @@ def test_grow_batch() -> None:
     accuracy = [arm.mean("test accuracy, %") for arm in report.arms[1:]]
     assert accuracy == pytest.approx([97.52, 97.54], abs=0.3)
     assert found(report, "grow the batch", "decay the rate", "training loss").result.equivalent
-    assert report.conclusion.startswith("Growing the batch is decaying the rate, in fewer updates")
+    assert report.conclusion.startswith("Growing the batch acts like decaying the rate, in fewer updates")
 
 
 def test_critical_batch() -> None:

@@ -149,7 +149,7 @@ def test_a_loss_with_unseeded_randomness_warns_once() -> None:
             accumulate(padded(uneven=True, seed=seed))
     (one,) = (str(each.message) for each in caught)
     assert "could not check the declared loss on the first window, reduction='mean'" in one
-    assert "weight=None: loss_fn returns another loss for the same samples" in one
+    assert "weight=None: loss_fn returns different losses for the same samples" in one
     assert "check a loss_fn without random numbers with superbatch.torch.verify(model, loss_fn, batch)" in one
 
 

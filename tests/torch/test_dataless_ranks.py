@@ -89,6 +89,8 @@ def test_an_error_on_a_placeholder_sample_reaches_the_other_rank(found: Found) -
 
 def test_a_batch_that_cannot_be_sent_raises_with_advice(found: Found) -> None:
     one, other = (each["no pickle"]["outcomes"] for each in found)
-    text = "InputError: This rank has no batch, but a forward of sharded models needs all ranks, and the "
-    assert one[0] == one[2] == "made" and one[1].startswith(text) and "weight= is 0" in one[1]
+    text = (
+        "InputError: This rank has no batch, and the batch of another rank, which it would run with weight 0"
+    )
+    assert one[0] == one[2] == "made" and one[1].startswith(text) and "cannot be pickled" in one[1]
     assert other[1].startswith(f"RankError: Rank 0 failed before its first micro-batch ({text}")

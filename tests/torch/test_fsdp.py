@@ -157,10 +157,15 @@ def test_a_window_restores_the_settings_of_fsdp2(found: Found) -> None:
 def test_the_report_names_the_way_of_reduction_and_its_bytes(found: Found) -> None:
     one, other = (found[0][way]["report"] for way in ("clipped", "each micro-batch/clipped"))
     assert one.startswith(
-        "FSDP2 over 2 ranks: gradients are reduced once in a window (less than a tenth of a rank"
+        "FSDP2 over 2 ranks: gradients are reduced once in a window (they take less than a tenth of a rank"
     )
-    assert one.endswith("; 2.21 KiB of them until then, 1.15 KiB if reduced after each micro-batch")
-    assert "are reduced after each micro-batch (as passed); 1.15 KiB of them until the end" in other
+    assert one.endswith(
+        "; 2.21 KiB of gradients are kept until then, 1.15 KiB if reduced after each micro-batch"
+    )
+    assert (
+        "are reduced after each micro-batch (as passed); 1.15 KiB of gradients are kept until the end"
+        in other
+    )
     assert found[0]["all_reduce/clipped"]["report"] == "all_reduce over 2 ranks"
 
 

@@ -198,7 +198,7 @@ def test_state_that_first_changes_in_a_later_window_is_restored_or_named(name: s
     warned, error = update(program, accumulate)
     if name in WRITTEN:
         assert error > 1e-2, "premise: it was not copied, and the update is wrong"
-        assert re.search(r"same, .*unless loss_fn has changed 'Program\.state", warned)
+        assert re.search(r"same, .*unless loss_fn itself has changed 'Program\.state", warned)
     else:
         assert error < 1e-12
         assert "unless" not in warned

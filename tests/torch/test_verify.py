@@ -626,7 +626,7 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], match: s
 
 def test_wrong_model_loss_and_batch() -> None:
     problem = EXACT[0].make()
-    with pytest.raises(InputError, match="model of type function is not a torch module"):
+    with pytest.raises(InputError, match="model is of type function, not a torch module"):
         verify(problem.loss_fn, problem.loss_fn, problem.batch, microbatch_size=4)  # pyright: ignore[reportArgumentType] - the point
     with pytest.raises(InputError, match="loss_fn=3"):
         verify(problem.model, 3, problem.batch, microbatch_size=4)  # pyright: ignore[reportArgumentType] - the point
