@@ -98,7 +98,7 @@ def test_files_of_the_root_are_pages(site: Path) -> None:
     assert "train with the batch size you want" in page(site, "")
     assert 'href="all-of-superbatch/"' in page(site, "")
     assert "Keep a Changelog" in page(site, "changelog")
-    assert "What a test looks like" in page(site, "contributing")
+    assert "Rules for tests" in page(site, "contributing")
 
 
 def test_every_decision_has_a_unique_number_and_is_listed(site: Path) -> None:
