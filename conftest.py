@@ -1,6 +1,6 @@
-"""Settings of every test and doctest: fixed seeds, one thread, and nothing left behind.
+"""Settings of all tests and doctests: fixed seeds, one thread, and a check that no test leaves changes.
 
-It lies beside the package, not in tests/, because the doctests of the package are held to the same.
+The file is in the root folder, not in tests/, because the doctests of the package use these settings too.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from hypothesis import HealthCheck, settings
 
 from tests import isolation
 
-# Before anything imports torch or matplotlib. Tiny models are faster on one thread, and a sum over several
-# threads has no fixed order; a figure needs no screen.
+# Before anything imports torch or matplotlib. Tiny models are faster on one thread, and sums over several
+# threads have no fixed order. Agg draws figures without a display.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # to compile takes longer than to run
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests load nothing, and TRL's telemetry starts a thread
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiling takes longer than running
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # tests download nothing, and TRL's telemetry would start a thread
 
-# A shell ignores Ctrl-C for what it runs in the background, and Python does as it was started.
+# A shell starts background processes with SIGINT ignored, and Python keeps that setting.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Times vary with the machine: no deadline, and no failure of a test whose examples are slow to make. In CI, a
-# red build must be red again when it is run again.
+# Times depend on the machine, so there is no deadline, and slow generation of examples is no failure. In CI
+# the examples are fixed, so that a failed build fails again when it is repeated.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
-# The doctests of a backend that is not installed are left out, and the header of the run says so.
+# Doctests of backends that are not installed are skipped; the header of the run lists them.
 BACKENDS = {"jax": ("jax", "optax"), "tensorflow": ("tensorflow",), "keras": ("keras",)}
 MISSING = {
     name: missing
@@ -61,7 +63,7 @@ collect_ignore = [
     )
 ]
 
-# Keras' backends are optional one by one, and a process has only one of them.
+# Each backend of Keras is optional, and a process has only one.
 collect_ignore += [
     str(ROOT / "superbatch" / "keras" / file)
     for package, files in {
@@ -72,9 +74,9 @@ collect_ignore += [
     if importlib.util.find_spec(package) is None
     for file in files
 ]
-collect_ignore += [str(ROOT / "tests" / "contract" / "keras_model.py")]  # for processes of its own
+collect_ignore += [str(ROOT / "tests" / "contract" / "keras_model.py")]  # imported in its own process
 
-# So are the integrations, each of which needs a library of its own.
+# Each integration needs its own library.
 HOSTS = {
     "transformers": (
         "hf.py",
@@ -96,15 +98,15 @@ collect_ignore += [
     for file in files
 ]
 
-# Helpers of their tests import those libraries too, and hold no doctests.
+# Helpers of their tests import these libraries too, and have no doctests.
 collect_ignore += [
     str(file)
     for file in (ROOT / "tests" / "integrations").glob("*.py")
     if not file.name.startswith(("test_", "conftest"))
 ]
 
-# Run before all others, so that no core works alone through a long file at the end. A file that is missing
-# here costs seconds, nothing else: `./run test --durations=100` shows which are long.
+# These files run first, so that no single core is left with a long file at the end. A missing entry costs
+# seconds; `./run test --durations=100` shows the long files.
 LONGEST = (
     "test_snippets.py",
     "test_compare.py",
@@ -150,29 +152,29 @@ TORCH_DEFAULT = {
 
 
 def pytest_configure() -> None:
-    """A backend that SUPERBATCH_BACKENDS asks for (torch,jax) and that does not load fails the run."""
+    """Fail the run if a backend listed in SUPERBATCH_BACKENDS (such as torch,jax) cannot be imported."""
     for name in filter(None, os.environ.get("SUPERBATCH_BACKENDS", "").split(",")):
         load(name)
 
 
 def load(backend: str) -> None:
-    """Import a backend that was asked for."""
+    """Import a backend; raise `pytest.UsageError` if that fails."""
     try:
         importlib.import_module(f"superbatch.{backend}")
     except ImportError as error:
-        text = f"SUPERBATCH_BACKENDS asks for {backend}, which does not load: {error}"
+        text = f"SUPERBATCH_BACKENDS lists {backend}, which cannot be imported: {error}"
         raise pytest.UsageError(text) from error
 
 
 def pytest_report_header() -> list[str]:
-    """Which doctests are left out, and why."""
+    """List the doctests that are skipped because a library is not installed."""
     return [
-        f"superbatch.{name}: doctests left out, {' and '.join(missing)} not installed"
+        f"superbatch.{name}: doctests skipped, {' and '.join(missing)} not installed"
         for name, missing in MISSING.items()
     ]
 
 
-@pytest.hookimpl(tryfirst=True)  # before cells are left out by their marks
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the doctests of a backend as tests of that backend, and put the longest files first."""
     _sample(items)
@@ -185,19 +187,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def place(path: Path) -> tuple[str | None, int]:
-    """Return the backend that a file is a part of, and how early it is run."""
+    """Return the backend that a file belongs to, and its position in the order of the run."""
     backend = next((name for name in BACKENDS if (ROOT / "superbatch" / name) in path.parents), None)
     return backend, LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST)
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now is no garbage: no collection has to look through it again and again."""
+    """Exclude all present objects from garbage collection, which would otherwise scan them repeatedly."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fail a test that changes what the next test would see; then change it back."""
+    """Fail a test that changes global state, and restore that state for the next test."""
     before = isolation.take_snapshot()
     yield
     found = isolation.leaks(before, TORCH_DEFAULT)
@@ -208,7 +210,7 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
-    """Every test starts from the same random state, whichever tests ran before it."""
+    """Start every test from the same random state, whichever tests ran before it."""
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
@@ -218,17 +220,17 @@ def fixed_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
-    """Forget what earlier tests compiled: after eight backends dynamo runs the next one eagerly, silently."""
+    """Clear compiled programs: after eight backends dynamo silently runs the next one eagerly."""
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
-        # torch notes for the whole process that a dispatch mode is on, and takes two that overlap in two
-        # threads for one that never ends; with torch 2.6 nothing is compiled from then on.
+        # torch has one process-wide flag for active dispatch modes. If two modes overlap in two threads, the
+        # flag stays set, and torch 2.6 then compiles nothing.
         dispatch: Any = sys.modules["torch.utils._python_dispatch"]
         dispatch._is_in_torch_dispatch_mode = dispatch._is_in_non_infra_torch_dispatch_mode = False
 
 
 def _sample(items: list[pytest.Item]) -> None:
-    """Keep every n-th cell of a test that is marked ``sampled(n)``; the others become slow tests."""
+    """Keep every n-th parameter set of a test marked ``sampled(n)``; mark the others as slow."""
     seen: dict[str, int] = {}
     for item in items:
         mark = item.get_closest_marker("sampled")

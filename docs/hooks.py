@@ -1,7 +1,7 @@
-"""What mkdocs does for this site beyond rendering pages.
+"""Hooks of mkdocs that fill in generated parts of the pages.
 
-In a page, `<!-- include: README.md -->` becomes that file of the repository, with its links turned to the
-pages of the site; `<!-- exports: superbatch/torch -->` becomes the reference of every name that this package
+In a page, `<!-- include: README.md -->` becomes that file of the repository, with links to the pages of the
+site; `<!-- exports: superbatch/torch -->` becomes the reference of every name that this package
 re-exports (with `first: Accumulator, WholeBatch`, these come first);
 `<!-- modules: superbatch/results/*.py -->` the reference of every matching module; `<!-- commands -->` the
 reference of the command line; and `<!-- decisions -->` the list of decisions. New names need no edit.
@@ -26,7 +26,7 @@ PAGE_OF = {
 
 
 def decisions() -> list[Path]:
-    """The decision pages in the order of their numbers."""
+    """Return the decision pages in the order of their numbers."""
     return sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 
 
@@ -38,11 +38,11 @@ def on_config(config: Any) -> Any:
     return config
 
 
-HISTORY = ("decisions/", "changelog.md")  # readers who search want the page on a thing, not how it came about
+HISTORY = ("decisions/", "changelog.md")  # the search should find the page on a subject before its history
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Fill in the comments that stand for something; the search shows history last."""
+    """Replace the comments listed above; rank pages of history last in the search."""
     if page.file.src_uri.startswith(HISTORY):
         page.meta.setdefault("search", {"boost": 0.2})
     for pattern, replacement in (
@@ -73,7 +73,7 @@ def _link(match: re.Match[str], *, folder: str) -> str:
 
 
 def _exports(match: re.Match[str]) -> str:
-    """Names that a package re-exports in the form `from .module import name as name`."""
+    """Return the reference of names that a package re-exports by `from .module import name as name`."""
     package = match[1].replace("/", ".")
     tree = ast.parse((ROOT / match[1] / "__init__.py").read_text(encoding="utf-8"))
     entries: dict[str, str] = {}
