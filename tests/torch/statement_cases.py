@@ -191,6 +191,12 @@ def short_products() -> nn.Module:
     return nn.Sequential(ShortLinear(FEATURES, 32), nn.Tanh(), ShortLinear(32, CLASSES))
 
 
+def spectral_norm() -> nn.Module:
+    """Return a model in evaluation mode: in training mode each forward runs a step of power iteration."""
+    norm = nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(norm(nn.Linear(FEATURES, 32)), nn.SiLU(), nn.Linear(32, CLASSES)).eval()
+
+
 ROW_MODELS: dict[str, Net] = {
     "MLP": lambda: nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES)),
     "deep ReLU": deep,
@@ -206,6 +212,7 @@ ROW_MODELS: dict[str, Net] = {
     "weight norm": lambda: nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, 32)), nn.SiLU(), nn.Linear(32, CLASSES)
     ),
+    "spectral norm": spectral_norm,
 }  # fmt: skip
 
 

@@ -528,10 +528,22 @@ def test_a_second_window_inside_the_first(training: Training):
     make_update(training)
 
 
-def test_a_window_that_was_never_entered_does_not_block_another(training: Training):
-    accumulate = training[2]
-    accumulate.window(BATCH)
-    make_update(training)
+@pytest.mark.parametrize("alive", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_window_that_was_never_entered_does_not_block_another(
+    training: Training, called: bool, alive: bool
+):
+    model, optimizer, accumulate = training
+    if called:
+        accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), microbatch_size=3)
+    never_entered = accumulate.window(BATCH)
+    if not alive:
+        del never_entered
+    if called:
+        assert accumulate(BATCH).made
+    else:
+        make_update((model, optimizer, accumulate))
+    assert accumulate.updates == 1
 
 
 def test_a_finished_window_cannot_be_entered_again(training: Training):

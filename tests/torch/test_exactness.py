@@ -608,13 +608,6 @@ def test_a_nan_of_weight_zero_adds_nothing(returned: bool) -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_a_window_that_was_never_entered_does_not_block_an_update() -> None:
-    model = mlp()
-    accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb), microbatch_size=4)
-    accumulate.window(rows(10, 1)[0])
-    assert accumulate(rows(10, 1)[0]).made and accumulate.updates == 1
-
-
 def test_two_losses_of_one_micro_batch_that_share_a_graph_add_up() -> None:
     reference, model = mlp(), mlp()
     start, batches = start_of(reference), rows(10, 2)

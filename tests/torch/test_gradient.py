@@ -373,22 +373,35 @@ def test_a_parameter_that_is_frozen_later_gets_no_gradient() -> None:
 def test_streams_per_sample_make_dropout_independent_of_the_split() -> None:
     torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double(), one(8)
-    found = []
-    for size in (2, 8):
+
+    def gradient(size: int, participants: list[Any], seed: int = 7) -> dict[str, Tensor]:
         model.zero_grad()
-        torch.manual_seed(7)
-        meter = NoiseMeter(every=1)
-        gradient_of = Gradient(
-            model,
-            lambda mb: mse(model, mb),
-            microbatch_size=size,
-            participants=[PerSampleRandom()],
-            observers=[meter],
-            check=False,
-        )
-        gradient_of(batch)
-        found.append(gradients(model))
-    assert_alike(found[0], found[1])
+        torch.manual_seed(seed)
+        options: dict[str, Any] = {"participants": participants, "check": False}
+        Gradient(model, lambda mb: mse(model, mb), microbatch_size=size, **options)(batch)
+        return gradients(model)
+
+    whole = gradient(8, [PerSampleRandom()])
+    for size in (1, 2, 3):
+        assert_alike(gradient(size, [PerSampleRandom()]), whole)
+    for other in (gradient(2, [PerSampleRandom()], seed=8), gradient(2, [])):
+        with pytest.raises(AssertionError):  # premise: another seed, or one stream for all, changes the masks
+            assert_alike(other, whole)
+
+
+def test_the_noise_is_that_of_the_accumulator() -> None:
+    model, meters = small_mlp(), (NoiseMeter(every=1), NoiseMeter(every=1))
+    options: dict[str, Any] = {"microbatch_size": 2, "check": False}
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    gradient_of = Gradient(model, lambda mb: mse(model, mb), observers=[meters[0]], **options)
+    accumulate = Accumulator(model, still, lambda mb: mse(model, mb), observers=[meters[1]], **options)
+    for seed in range(8):
+        model.zero_grad()
+        gradient_of(one(8, seed=seed))
+        accumulate(one(8, seed=seed))
+    noise = gradient_of.noise
+    assert noise is not None and noise == accumulate.noise
+    assert noise.windows == 8 and noise.variance > 0, "premise: the windows were measured"
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])

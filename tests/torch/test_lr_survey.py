@@ -6,7 +6,6 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from superbatch.torch import Accumulator, WholeBatch, Window, count_tokens, wind
 from superbatch.torch.options import GhostBatchNorm
 from superbatch.torch.tuning import dial as survey_dial
 from superbatch.torch.tuning import lr_survey
+from superbatch.torch.virtual.trace.tensor import VirtualTensor
 from superbatch.tuning.survey import Sweep
 from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
 from tests.torch.states import assert_unchanged, fingerprint
@@ -218,24 +218,36 @@ def test_suggestions_do_not_depend_on_the_split(split: int) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_coupled_batch_is_surveyed_as_the_whole_batch(reduction: Any) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
+def test_a_coupled_batch_is_surveyed_as_the_whole_batch(reduction: str) -> None:
+    """The curve is that of the unsplit batch; separate micro-batches have another one."""
+    batches, kinds = rows(12, 4), set[type[Tensor]]()
 
-    batches, curves = rows(12, 4), []
-    for whole in (True, False):
-        model = build()
+    def curve(accumulator: Callable[..., Any], **options: Any) -> tuple[float, ...]:
+        torch.manual_seed(1)
+        layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)]
+        model = nn.Sequential(*layers).double()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss_fn = partial(mse, model)
-        accumulate = (
-            WholeBatch(model, sgd, loss_fn, microbatch_size=4)
-            if whole
-            else Accumulator(model, sgd, loss_fn, participants=[GhostBatchNorm()])
-        )
-        curves.append(lr_survey(accumulate, batches, updates=POINTS, high=1e-2).losses)
-        assert not isinstance(accumulate, WholeBatch) or accumulate.coupling is None
-    assert curves[0] == pytest.approx(curves[1], rel=1e-10)
+
+        def loss_fn(batch: Any) -> Tensor:
+            kinds.add(type(batch[0]))
+            return nn.functional.mse_loss(model(batch[0]), batch[1], reduction=reduction)
+
+        accumulate = accumulator(model, sgd, loss_fn, **options)
+        losses = lr_survey(accumulate, batches, updates=POINTS, high=1e-2).losses
+        assert not isinstance(accumulate, WholeBatch) or accumulate.coupling is None, "not its own window"
+        assert losses[12] < 0.999 * losses[0], "premise: the third pass over the batches has other losses"
+        return losses
+
+    of_microbatches = {"participants": [GhostBatchNorm()], "check": False}
+    unsplit = curve(Accumulator, reduction="total", **of_microbatches)
+    assert kinds == {Tensor}
+    coupled = curve(WholeBatch, microbatch_size=4)
+    assert kinds == {Tensor, VirtualTensor}, "premise: the survey runs on a virtual batch"
+    assert coupled == pytest.approx(unsplit, rel=1e-10)
+    split = curve(Accumulator, reduction="total", microbatch_size=4, **of_microbatches)
+    if reduction == "mean":
+        split = tuple(loss / 3 for loss in split)  # three micro-batches
+    assert split[0] != pytest.approx(unsplit[0], rel=1e-3), "premise: the samples are coupled"
 
 
 # --------------------------------------------------------------------------------- options, groups, scheduler

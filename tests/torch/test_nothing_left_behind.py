@@ -213,30 +213,49 @@ def test_leaving_a_window_early_restores_all_state(how: str, mode: str):
         task.run(BATCHES[0])
 
 
-@pytest.mark.parametrize("place", ["loss_fn", "weight", "optimizer", "scheduler hook before"])
+class RaisingSGD(torch.optim.SGD):
+    """SGD whose step calls `first` before anything else."""
+
+    def __init__(self, parameters: Any, first: Callable[[], None]) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.first = first
+
+    def step(self, closure: Any = None) -> Any:
+        self.first()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("place", ["loss_fn", "weight", "gradient hook", "step pre-hook", "optimizer"])
 def test_user_code_that_raises_changes_no_state(place: str):
     """All state is restored if user code raises before the optimizer has stepped."""
     task = Task()
-    broken = [False]
+    optimizer = task.optimizer
+    armed, raised = [False], list[str]()
+
+    def raise_at(here: str) -> None:
+        if armed[0] and here == place:
+            raised.append(here)
+            raise ZeroDivisionError
 
     def loss_fn(microbatch: Any) -> Tensor:
-        if broken[0] and place == "loss_fn" and len(microbatch[0]) == 2:
-            raise ZeroDivisionError
+        if len(microbatch[0]) == 2:  # the last micro-batch
+            raise_at("loss_fn")
         return mse(task.model, microbatch)
 
     def weight(microbatch: Any) -> int:
-        if broken[0] and place == "weight" and len(microbatch[0]) == 2:
-            raise ZeroDivisionError
+        if len(microbatch[0]) == 2:
+            raise_at("weight")
         return len(microbatch[0])
 
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if broken[0] and place in ("optimizer", "scheduler hook before"):
-            raise ZeroDivisionError
-
-    handle = task.optimizer.register_step_pre_hook(before_step)
+    if place == "optimizer":
+        optimizer = RaisingSGD(task.model.parameters(), lambda: raise_at("optimizer"))
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: raise_at("step pre-hook")),
+        task.model.head.weight.register_hook(lambda _: raise_at("gradient hook")),
+    ]
     accumulate = Accumulator(
         task.model,
-        task.optimizer,
+        optimizer,
         loss_fn,
         microbatch_size=3,
         weight=weight,
@@ -245,15 +264,17 @@ def test_user_code_that_raises_changes_no_state(place: str):
     )
     batch = tuple(t[:8] for t in BATCHES[0])
     accumulate(batch)
-    broken[0] = True
-    before = fingerprint(task.model, task.optimizer, accumulate)
+    armed[0] = True
+    before = fingerprint(task.model, optimizer, accumulate)
     with pytest.raises(ZeroDivisionError):
         accumulate(batch)
-    assert_unchanged(before, fingerprint(task.model, task.optimizer, accumulate))
-    broken[0] = False
+    assert raised == [place], "premise: the code ran, and raised once"
+    assert_unchanged(before, fingerprint(task.model, optimizer, accumulate))
+    armed[0] = False
     assert accumulate(batch).made
     assert accumulate.updates == 2
-    handle.remove()
+    for handle in handles:
+        handle.remove()
 
 
 class RaisingScheduler:

@@ -391,11 +391,16 @@ def test_two_models_with_one_in_the_optimizer() -> None:
     def loss_fn(microbatch: Any) -> Tensor:
         return other(model(microbatch["inputs"])).square().mean()
 
-    peak = predict_peak(loss_fn, batch, models=[model, other], optimizers=sgd(model))
-    accumulate = Accumulator([model, other], sgd(model), loss_fn, microbatch_size=SAMPLES // 2, check=False)
     half = {name: leaf[: SAMPLES // 2] for name, leaf in batch.items()}
     peak = predict_peak(loss_fn, half, models=[model, other], optimizers=sgd(model))
+    both = predict_peak(loss_fn, half, models=[model, other], optimizers=[sgd(model), sgd(other)])
+    others = sum(p.nbytes for p in other.parameters())
+    assert both.gradients - peak.gradients == pytest.approx(others, rel=WITHIN)
+    assert both.bytes - peak.bytes == pytest.approx(others, rel=WITHIN)
+    assert others > 10 * WITHIN * peak.bytes, "premise: gradients of both models would be another peak"
+    accumulate = Accumulator([model, other], sgd(model), loss_fn, microbatch_size=SAMPLES // 2, check=False)
     assert peak.bytes == pytest.approx(most_alive(accumulate, batch), rel=WITHIN)
+    assert all(p.grad is None for p in other.parameters())
 
 
 def test_a_prediction_does_not_compile_a_compiled_model() -> None:

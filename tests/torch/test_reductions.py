@@ -228,20 +228,33 @@ def test_nan_of_weight_0_in_a_sum_is_not_finite() -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_noise_leaves_out_a_window_with_a_microbatch_of_weight_0() -> None:
+LEFT_OUT = "0 windows measured; 8 needed (2 left out: a micro-batch of weight 0 took part in a sum)"
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [(count, LEFT_OUT), (lambda batch: len(batch[0]), "2 windows measured; 8 needed")],
+    ids=["weight 0", "positive weights"],
+)
+def test_noise_leaves_out_a_window_with_a_microbatch_of_weight_0(weight: Any, reason: str) -> None:
+    """With a positive weight for each micro-batch, the same windows are measured."""
     model = mlp()
     accumulate = Accumulator(
         model,
         sgd(model.parameters()),
         lambda mb: focal_sum(model, mb),
         reduction="sum",
-        weight=count,
+        weight=weight,
         observers=[NoiseMeter(every=1)],
         check=False,
     )
-    assert accumulate(Window(split_batch(images([3, 0, 0, 1, 2]), 1, 2, 2))).made
-    assert accumulate.noise is not None
-    assert "weight 0" in repr(accumulate.noise) or accumulate.noise.windows == 0
+    microbatches = split_batch(images([3, 0, 0, 1, 2]), 1, 2, 2)
+    has_weight_0 = [weight(mb) == 0 for mb in microbatches]
+    assert has_weight_0 == [False, reason == LEFT_OUT, False], "premise"
+    for _ in range(2):
+        assert accumulate(Window(microbatches)).made
+    assert accumulate.noise is not None and accumulate.noise.reason == reason
+    assert accumulate.noise.windows == int(reason[0])
 
 
 def test_a_total_is_not_divided() -> None:

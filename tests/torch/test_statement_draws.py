@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,6 @@ from superbatch.torch.checks.generators import Generators
 from tests.torch.helpers import sgd
 from tests.torch.statement_cases import CLASSES, FEATURES, Tokens, check, row_batch, token_batch, token_mean
 
-CHECK_ERRORS = (LossSpecError, CoupledSamplesError)
 Draw = Callable[[Tensor], Tensor]
 
 
@@ -244,12 +244,26 @@ def test_an_error_inside_the_check_becomes_a_warning(monkeypatch: pytest.MonkeyP
 
 
 def test_a_loss_that_raises_on_single_samples_is_checked_on_larger_splits() -> None:
-    """BatchNorm raises on a single sample; larger samples still show the coupling."""
+    """BatchNorm raises on a single sample; parts of two samples still show the coupling."""
     model = nn.Sequential(
         nn.Linear(FEATURES, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 5)
     )
-    with pytest.raises(CHECK_ERRORS):
-        check(model, lambda b: (model(b["x"]) - b["soft"]).square().mean(), row_batch(torch.float32))
+    raised, evaluated = Counter[int](), Counter[int]()
+
+    def loss_fn(batch: dict[str, Tensor]) -> Tensor:
+        samples = len(batch["x"])
+        try:
+            out = model(batch["x"])
+        except ValueError:  # more than 1 value per channel is needed
+            raised[samples] += 1
+            raise
+        evaluated[samples] += 1
+        return (out - batch["soft"]).square().mean()
+
+    with pytest.raises(CoupledSamplesError, match=r"samples influence each other .* \(weight 2\)"):
+        check(model, loss_fn, row_batch(torch.float32))
+    assert set(raised) == {1}, "premise: the splits into single samples raised"
+    assert 1 not in evaluated and evaluated[2] > 0
 
 
 def test_a_reentrant_checkpoint_hides_no_gradient() -> None:

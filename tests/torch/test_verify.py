@@ -339,11 +339,20 @@ def test_low_precision_that_loses_the_sum_is_named() -> None:
     model = nn.Linear(1, 1, bias=False).half()
     batch = torch.cat([torch.full((1, 1), 256.0), torch.full((15, 1), 0.1)]).half()
     loss_fn = lambda x: model(x).sum() * 10  # noqa: E731
-    report = verify(model, loss_fn, batch, microbatch_size=1, reduction="sum", tolerance=1e-9)
-    assert report.comparisons[1].exact
-    assert report.exact == report.comparisons[0].exact
-    if not report.exact:
-        assert [cause.kind for cause in report.causes] == ["precision"]
+    total = torch.zeros(1).half()
+    for gradient in 10 * batch:
+        total = total + gradient
+    assert torch.equal(total, 10 * batch[0]) and total < 0.995 * 10 * batch.double().sum(), "premise"
+    options: dict[str, Any] = {"microbatch_size": 1, "reduction": "sum", "tolerance": 1e-9}
+    report = verify(model, loss_fn, batch, **options)
+    assert [(each.dtype, each.exact) for each in report.comparisons] == [
+        ("float16", False),
+        ("float64", True),
+    ]
+    assert not report.exact
+    (cause,) = report.causes
+    assert cause.kind == "precision" and "gradient_sum=torch.float32" in cause.remedy
+    assert verify(model, loss_fn, batch[1:], **options).exact, "premise: small gradients alone are not lost"
 
 
 def test_rounding_of_a_deep_relu_net_is_not_taken_for_an_error() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from superbatch.torch.virtual.ir.reductions import Moments
 from superbatch.torch.virtual.ir.shard import BatchSlice
 from superbatch.torch.virtual.run.prefetch import Prefetcher
 from superbatch.torch.virtual.run.store import DEVICE
+from tests import forked
 
 MIB = 2**20
 
@@ -425,9 +429,36 @@ def test_rows_are_copied_once() -> None:
     assert ahead._coming is None, "the rows are on the device already"
 
 
-def test_auto_reads_the_memory_limit_of_the_process() -> None:
-    _, report = run(32, "auto")
-    assert 1 <= report.microbatches <= 32
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is read with /proc")
+def test_auto_reads_the_memory_limit_of_the_process(tmp_path: Path) -> None:
+    """Under RLIMIT_AS a batch is split that fits whole without the limit, and has the same gradient."""
+    child = textwrap.dedent(
+        """
+        import resource, sys, torch
+        from tests.torch.test_virtual_memory import MIB, run
+        torch.set_num_threads(1)
+        samples = int(sys.argv[1])
+        run(8, "auto")  # loads modules, before the limit
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + 160 * MIB, resource.RLIM_INFINITY))
+        found, report = run(samples, "auto")
+        try:
+            run(samples, samples)
+            fits = True
+        except RuntimeError as error:
+            fits = "can't allocate memory" not in str(error)
+        torch.save([report.microbatches, fits, found], sys.argv[2])
+        """
+    )
+    expected, report = run(2048, "auto")
+    assert report.microbatches == 1, "premise: without the limit the batch fits"
+    done = forked.run(["-c", child, 2048, tmp_path / "found"])
+    assert done.returncode == 0, done.stderr
+    microbatches, fits, found = torch.load(tmp_path / "found")
+    assert not fits, "premise: with the limit the unsplit batch does not fit"
+    assert 2 <= microbatches <= 16
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
 
 
 # -- tensors written after their use ------------------------------------------------------------------------

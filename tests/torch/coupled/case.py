@@ -33,7 +33,6 @@ class Case:
         min_n: least number of samples that plain PyTorch can run.
         wrap: "inputs" keeps the labels (`batch["y"]`) plain tensors, "all" wraps every tensor.
         tolerance: largest relative error of a gradient; above 1e-12 if the gradient is ill-conditioned.
-        may_refuse: a clear error passes too: torch's own tensor subclasses fail here.
         note: source of the case, or its difficulty.
     """
 
@@ -50,7 +49,6 @@ class Case:
     min_n: int = 2
     wrap: Literal["all", "inputs"] = "all"
     tolerance: float = 1e-12
-    may_refuse: bool = False
     note: str = ""
 
     def __str__(self) -> str:

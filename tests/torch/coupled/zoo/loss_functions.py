@@ -261,6 +261,7 @@ def group_mean(f: Any, t: Any) -> Tensor:
 
 
 def worst_group(f: Any, t: Any) -> Tensor:
+    """Group DRO: the larger of two groups' mean losses. The groups come from the data, not from the labels."""
     each = F.cross_entropy(f(t["x"]), t["label"], reduction="none")
     group = (t["counts"][:, 0] > 2).long()
     total = torch.zeros(2, dtype=each.dtype).scatter_add(0, group, each)
@@ -383,7 +384,7 @@ CASES = [
     _of_targets("robust weights", robust),
     _of_targets("weighted mean", weighted_mean),
     _of_targets("mean over classes", group_mean),
-    _of_targets("worst class", worst_group),
+    _of_targets("worst class", worst_group),  # of groups; the name stays, because it seeds the model
     _of_targets("root mean square", root_mean_square),
     _of_targets("explained variance", explained_variance, min_n=3),
     _of_targets("Pearson correlation", pearson, min_n=3),
