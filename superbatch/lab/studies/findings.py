@@ -12,7 +12,7 @@ from superbatch.batch.split import near_equal
 from superbatch.results.memory import Limit, Peak, Saving
 from superbatch.tuning.search import MemoryCurve, corrected, fastest, fit_curve, halvings, time_per_sample
 
-from ..report.fitting import DRAWN_ON, Reach, Size
+from ..report.fitting import EXTRAPOLATED_TO, EffectiveBatch, Size
 
 BATCHES = (1, 4, 16, 64, 256)  # effective batches of the report, as multiples of the batch
 
@@ -70,12 +70,12 @@ class Findings:
         """Largest micro-batch that would fit if the batch were larger; None if that is not known.
 
         The curve is continued as a straight line. That is right for separate samples only, because a loss
-        over all pairs of a batch grows faster. It ends at `DRAWN_ON` times the batch, beyond which the
+        over all pairs of a batch grows faster. It ends at `EXTRAPOLATED_TO` times the batch, beyond which the
         extrapolation is not reliable.
         """
         if self.curve is None or self.refused is not None:
             return None
-        return self.curve.largest(self.usable, DRAWN_ON * self.batch_size)
+        return self.curve.largest(self.usable, EXTRAPOLATED_TO * self.batch_size)
 
     @property
     def timed(self) -> dict[int, list[float]]:
@@ -118,14 +118,14 @@ class Findings:
         known = {size: time_per_sample(seconds) for size, seconds in sorted(self.timed.items())}
         return float(np.interp(samples, [*known], [*known.values()])) if known else None
 
-    def reach(self) -> tuple[Reach, ...]:
+    def reach(self) -> tuple[EffectiveBatch, ...]:
         """Return the effective batches of the fastest size; none if the accumulator refuses to split."""
         samples = self.fastest or self.largest
         if not samples or self.refused is not None:
             return ()
         batches = [times * self.batch_size for times in BATCHES]
         return tuple(
-            Reach(
+            EffectiveBatch(
                 batch=batch,
                 microbatches=len(parts),
                 samples=parts[0],

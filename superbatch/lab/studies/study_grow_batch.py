@@ -22,7 +22,7 @@ from superbatch.window import Window
 
 from ..recipes import Recipe
 from ..report.study import StudyArm, StudyRun
-from ..report.study_text import signed
+from ..report.study_text import signed_text
 from . import study_common as common
 from .arms import accumulator, cut
 from .setting import Tick
@@ -186,7 +186,7 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float) -> Findings:
     made, instead = grow.mean(common.UPDATES) or math.nan, decay.mean(common.UPDATES) or math.nan
     said = (
         f"{made:,.0f} updates instead of {instead:,.0f}, training loss x {loss.difference:.3g} "
-        f"({loss.low:.3g} to {loss.high:.3g}), {metric.partition(',')[0]} {signed(same.difference)}"
+        f"({loss.low:.3g} to {loss.high:.3g}), {metric.partition(',')[0]} {signed_text(same.difference)}"
     )
     stayed = ""
     if stays.result.equivalent:

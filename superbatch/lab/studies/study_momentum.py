@@ -28,7 +28,7 @@ from superbatch.errors import InputError, NonFiniteError
 
 from ..recipes import Recipe
 from ..report.study import Quantity, StudyArm, StudyRun
-from ..report.study_text import number, signed
+from ..report.study_text import float_text, signed_text
 from . import study_common as common
 from .arms import accumulator, plain_update
 from .setting import Tick
@@ -211,7 +211,7 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Reci
         verdict = "Momentum 0.99 with lr/(1-m) kept acts like a large batch here"
     conclusion = (
         f"{verdict}: noise excess x {noise.difference:.2g} ({noise.low:.2g} to {noise.high:.2g}) and "
-        f"{metric.partition(',')[0]} {signed(same.difference)} against batch 1 without momentum; noise "
-        f"excess of batch {times:.0f} at that rate x {number(large, '.1g')}."
+        f"{metric.partition(',')[0]} {signed_text(same.difference)} against batch 1 without momentum; noise "
+        f"excess of batch {times:.0f} at that rate x {float_text(large, '.1g')}."
     )
     return Findings(tests=(*scores, *noises), conclusion=conclusion)
