@@ -18,7 +18,7 @@ BATCHES = (1, 4, 16, 64, 256)  # effective batches of the report, as multiples o
 
 
 @dataclass
-class Findings:
+class FitMeasurements:
     """Measurements so far. A size is the samples of a micro-batch."""
 
     limit: Limit  # of memory, with its source
@@ -61,7 +61,7 @@ class Findings:
         return 0 if self.curve is None else self.curve.largest(self.usable, self.batch_size)
 
     @property
-    def top(self) -> int:
+    def largest_in_split(self) -> int:
         """Largest micro-batch of the near-equal split of the batch by `largest`; 0 if none fits."""
         return near_equal(self.batch_size, self.largest)[0] if self.largest else 0
 
@@ -91,19 +91,19 @@ class Findings:
         """Return True if micro-batches of a size are within the limit, by the curve so far."""
         return self.curve is not None and self.curve.at(samples) <= self.usable
 
-    def plan(self, asked: Sequence[int] = ()) -> None:
-        """Set `planned` to the sizes asked for, or to the largest that fits and its halves.
+    def plan_sizes(self, requested: Sequence[int] = ()) -> None:
+        """Set `planned` to the requested sizes, or to the largest that fits and its halves.
 
         Each is the largest micro-batch of a near-equal split of the batch, so it occurs in training. Sizes
         above the limit are planned, too, for the report.
         """
         whole = halvings(self.batch_size)
-        if asked:
-            self.planned = tuple(sorted({*asked}))
+        if requested:
+            self.planned = tuple(sorted({*requested}))
         elif not 0 < self.largest < self.batch_size:
             self.planned = tuple(whole)
         else:
-            below = {near_equal(self.batch_size, samples)[0] for samples in halvings(self.top)}
+            below = {near_equal(self.batch_size, samples)[0] for samples in halvings(self.largest_in_split)}
             self.planned = (*sorted(below), *(samples for samples in whole if samples > self.largest))
 
     def sizes(self) -> tuple[Size, ...]:
