@@ -10,7 +10,7 @@ import numpy as np
 
 from superbatch.lab.report.comparison import Comparison
 from superbatch.lab.studies.backends import Trained, difference, load_backend
-from superbatch.lab.studies.compare import Options, compare, settle
+from superbatch.lab.studies.compare import Options, compare, setting_from
 from superbatch.lab.studies.setting import Setting
 
 ROUNDING, SAME_RUN = 1e-10, 1e-9
@@ -22,7 +22,7 @@ def trained(backend: str, options: Options) -> tuple[Setting, dict[str, Trained]
     """Train every arm from one seed, once for all tests; return the setting and name -> result."""
     on = load_backend(backend)
     recipe = on.load("digits", None)
-    setting = settle(recipe, replace(options, backend=backend))
+    setting = setting_from(recipe, replace(options, backend=backend))
     runs = list(on.train(recipe, setting, 3, lambda microbatches: None))
     return setting, {arm.name: run for arm, run in zip(setting.arms, runs, strict=True)}
 

@@ -40,7 +40,7 @@ class Counting(Manual):
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    rank, count = exchange.started_on()
+    rank, count = exchange.rank_and_count()
     frozen = nn.Linear(2000, 2000).requires_grad_(requires_grad=False)
     models = {
         "small": nn.Linear(3, 1),

@@ -16,7 +16,7 @@ from superbatch.lab.report.advice_text import alternative_table, caveats, models
 from superbatch.lab.report.json import to_json
 from superbatch.lab.studies import advise as study
 from superbatch.lab.studies.advise import Options, advise
-from superbatch.lab.studies.advise_question import Question, given_noise, question
+from superbatch.lab.studies.advise_options import WindowToJudge, given_noise, window_to_judge
 from superbatch.lab.studies.shared_options import Interrupted, Progress
 from superbatch.noise.meter import NoiseMeter, estimate
 from superbatch.results.advice import Advice
@@ -77,17 +77,17 @@ def test_the_accumulation_in_question_follows_from_the_options() -> None:
         return samples // 2
 
     asked = {
-        Question(20, 8): question(plane, Options()),
-        Question(10, 2): question(plane, Options(), largest=half),
-        Question(5, 4): question(plane, Options(microbatch_size=5)),
-        Question(20, 3): question(plane, Options(accumulation_steps=3)),
-        Question(8, 5): question(plane, Options(batch_size=80, accumulation_steps=5, ranks=2)),
-        Question(20, 2): question(plane, Options(batch_size=80, ranks=2), largest=half),
-        Question(7, 12): question(None, Options(microbatch_size=7, batch_size=80)),
+        WindowToJudge(20, 8): window_to_judge(plane, Options()),
+        WindowToJudge(10, 2): window_to_judge(plane, Options(), largest=half),
+        WindowToJudge(5, 4): window_to_judge(plane, Options(microbatch_size=5)),
+        WindowToJudge(20, 3): window_to_judge(plane, Options(accumulation_steps=3)),
+        WindowToJudge(8, 5): window_to_judge(plane, Options(batch_size=80, accumulation_steps=5, ranks=2)),
+        WindowToJudge(20, 2): window_to_judge(plane, Options(batch_size=80, ranks=2), largest=half),
+        WindowToJudge(7, 12): window_to_judge(None, Options(microbatch_size=7, batch_size=80)),
     }
     assert all(wanted == found for wanted, found in asked.items()), asked
     with pytest.raises(InputError, match="there is no accumulation to judge"):
-        question(plane, Options(batch_size=40))
+        window_to_judge(plane, Options(batch_size=40))
 
 
 def test_a_range_may_lack_a_value_or_an_end() -> None:

@@ -72,7 +72,7 @@ def test_grow_batch_concludes_from_the_numbers(
             ("grow the batch", loss, accuracy, 2240.0),
         )
     )
-    conclusion = study_grow_batch.find(arms, metric=METRIC, margin=0.5).conclusion
+    conclusion = study_grow_batch.conclude(arms, metric=METRIC, margin=0.5).conclusion
     assert conclusion.startswith(start)
     assert conclusion.endswith(end)
     assert "2,240 updates instead of 4,000" in conclusion
@@ -117,14 +117,14 @@ def planted_critical(
 
 def conclude_critical(factors: tuple[float, ...], **noise: Any) -> str:
     arms = planted_critical(factors, **noise)
-    return study_critical_batch.find(arms, batch=8, tolerance=0.05).conclusion
+    return study_critical_batch.conclude(arms, batch=8, tolerance=0.05).conclusion
 
 
 def test_the_noise_scale_predicts_one_number_in_words_table_and_picture(momentum: Study) -> None:
     """The noise scales of the seeds differ much, so mean and median of single predictions would differ."""
 
     arms = planted_critical((1.0, 1.0, 1.01, 1.2, 1.5), signals=[0.5, 0.7, 1.5, 2.0, 0.9, 0.6])
-    found = study_critical_batch.find(arms, batch=8, tolerance=0.05)
+    found = study_critical_batch.conclude(arms, batch=8, tolerance=0.05)
     signals, variance = arms[0].values("signal"), arms[0].values("variance")
     scale = sum(variance) / sum(signals)
     expected = (1 + 64 / scale) / (1 + 8 / scale)
@@ -179,5 +179,5 @@ def test_critical_batch_concludes_from_the_numbers() -> None:
     unsure = conclude_critical((1.0,) * 5, signals=[3.0, -2.0, 1.0, -1.0, 2.0, 0.5])
     assert "not determined" in unsure, "the positive mean is not significant"
     nothing = tuple(planted(f"batch {k}") for k in (1, 2, 4, 8, 16))
-    found = study_critical_batch.find(nothing, batch=1, tolerance=0.05)
+    found = study_critical_batch.conclude(nothing, batch=1, tolerance=0.05)
     assert found.conclusion == "Too few runs were finished to conclude anything."

@@ -21,7 +21,7 @@ from superbatch.lab.studies import arms as arms_module
 from superbatch.lab.studies import on_torch
 from superbatch.lab.studies.arms import cut, update_function
 from superbatch.lab.studies.backends import difference, train_seed
-from superbatch.lab.studies.compare import Options, compare, settle
+from superbatch.lab.studies.compare import Options, compare, setting_from
 from superbatch.lab.studies.on_torch import orders, weights_of
 from superbatch.lab.studies.setting import (
     Setting,
@@ -86,7 +86,7 @@ def test_exact_arms_equal_the_real_batch_and_wrong_ones_do_not(
 def test_arms_of_a_seed_share_initial_weights_and_differ_in_micro_batches() -> None:
     """Premises of the comparison."""
     recipe = own_recipe.plane()
-    setting = settle(recipe, Options(splits="4x5,13/5/2", updates=5, dtype="float64"))
+    setting = setting_from(recipe, Options(splits="4x5,13/5/2", updates=5, dtype="float64"))
     initial = weights_of(recipe.model(0).double())
     (batch,) = (recipe.batch(indices) for indices in list(orders(240, setting, 0))[:1])
     loss_fn = recipe.loss_fn(recipe.model(0))
@@ -318,7 +318,7 @@ def test_errors_of_splits(text: str, message: str) -> None:
 def test_the_real_batch_is_the_first_arm_and_occurs_once() -> None:
     recipe = load_recipe("digits")
     for splits in ("5x20,1x100", "1x100,5x20", "5x20", ("5x20", "5x20")):
-        setting = settle(recipe, Options(splits=splits))
+        setting = setting_from(recipe, Options(splits=splits))
         assert [each.name for each in setting.arms] == ["1x100", "5x20"]
         assert [each.claim for each in setting.arms] == ["real", "exact"]
 
@@ -439,7 +439,7 @@ def test_peak_memory_falls_with_the_micro_batch() -> None:
 def test_every_arm_of_a_seed_starts_from_the_same_weights() -> None:
     """The recipe ignores the seed and draws from the global generator."""
     recipe = own_recipe.plane(model=lambda seed: torch.nn.Sequential(torch.nn.Linear(4, 1)))
-    setting = settle(recipe, Options(splits="4x5", updates=3, dtype="float64"))
+    setting = setting_from(recipe, Options(splits="4x5", updates=3, dtype="float64"))
     (_, real), (_, split) = train_seed(recipe, setting, 0)
     assert real.weight_difference is None
     assert split.weight_difference is not None

@@ -34,7 +34,7 @@ run = commands.run
 def test_every_arm_equals_the_run_on_torch() -> None:
     setting, _ = checks.trained("jax", EVERYTHING)
     assert setting.tail == 40, "the premise: there are tails"
-    assert {arm.way for arm in setting.arms} == set(on_jax.HOW), "the premise: every way is there"
+    assert {arm.method for arm in setting.arms} == set(on_jax.HOW), "the premise: every method is there"
     checks.agrees_with_torch("jax", EVERYTHING)
 
 

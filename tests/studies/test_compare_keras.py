@@ -36,7 +36,7 @@ in_float64 = pytest.mark.skipif(
 @in_float64
 def test_every_arm_equals_the_run_on_torch() -> None:
     setting, _ = checks.trained("keras", UNEQUAL)
-    assert {arm.way for arm in setting.arms} == set(on_keras.HOW), "the premise: every way is there"
+    assert {arm.method for arm in setting.arms} == set(on_keras.HOW), "the premise: every method is there"
     checks.agrees_with_torch("keras", UNEQUAL)
 
 

@@ -194,13 +194,13 @@ def test_the_conclusion_follows_the_numbers(shift: float, spread: float, said: s
     quantity = made("counting").measures[0].name
     first = planted("superbatch", [1.0] * 4, quantity)
     other = planted("other", [1 + shift + spread * s for s in (-1, 1, -0.5, 0.5)], quantity)
-    found = study_coupled.find((first, other), recipe=made("counting"), margin=0.1)
+    found = study_coupled.conclude((first, other), recipe=made("counting"), margin=0.1)
     assert found.conclusion == f"Mean absolute error, spots (lower is better) of superbatch: 1.000; {said}"
 
 
 def test_no_conclusion_without_runs() -> None:
     nothing = (planted("superbatch", [], ""), planted("other", [], ""))
-    found = study_coupled.find(nothing, recipe=made("ring"), margin=0.1)
+    found = study_coupled.conclude(nothing, recipe=made("ring"), margin=0.1)
     assert found.conclusion == "Too few runs were finished to conclude anything."
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from superbatch.errors import InputError
-from superbatch.lab.studies.exchange import ROUNDS, check_ranks, started_on
+from superbatch.lab.studies.exchange import ROUNDS, check_ranks, rank_and_count
 from superbatch.results.advice import Advice
 from tests.forked import Forked
 from tests.report_json import from_json
@@ -95,7 +95,7 @@ def test_an_invalid_environment_is_refused(rank: str, count: str, monkeypatch: p
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", count)
     with pytest.raises(InputError, match="are not a rank and a number of ranks"):
-        started_on()
+        rank_and_count()
 
 
 def test_rank_variables_without_a_master_address_are_ignored(
@@ -104,4 +104,4 @@ def test_rank_variables_without_a_master_address_are_ignored(
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert started_on() == (0, 1)
+    assert rank_and_count() == (0, 1)

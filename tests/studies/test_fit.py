@@ -20,8 +20,8 @@ from superbatch.lab.report.fitting import Fitting
 from superbatch.lab.report.fitting_text import findings, reach_table, savings_table, sizes_table
 from superbatch.lab.report.json import to_json
 from superbatch.lab.studies import fit as fit_module
-from superbatch.lab.studies.findings import Findings
 from superbatch.lab.studies.fit import Options, fit
+from superbatch.lab.studies.fit_measurements import FitMeasurements
 from superbatch.lab.studies.shared_options import Interrupted, Progress
 from superbatch.results.advice import number_text
 from superbatch.results.memory import Limit, binary_text
@@ -54,7 +54,7 @@ def few_rounds() -> Iterator[None]:
     """Time few windows; tests that depend on times patch the clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "ROUNDS", 2)
-        patch.setattr("superbatch.lab.studies.rehearsal.WINDOW_SECONDS", 0.001)
+        patch.setattr("superbatch.lab.studies.trial_run.WINDOW_SECONDS", 0.001)
         yield
 
 
@@ -193,7 +193,7 @@ def test_savings_of_memory() -> None:
 
 def test_time_grows_with_the_batch_and_a_slow_size_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A patched clock makes micro-batches of 25 the fastest; the whole batch takes 1.5 times as long."""
-    from superbatch.lab.studies.rehearsal import Trainer
+    from superbatch.lab.studies.trial_run import Trainer
 
     per_sample = {100: 1.5e-3, 50: 1.2e-3, 25: 1.0e-3, 13: 1.1e-3}
 
@@ -202,7 +202,7 @@ def test_time_grows_with_the_batch_and_a_slow_size_is_not_chosen(monkeypatch: py
         return samples * per_sample.get(samples, 3e-3), 0.01
 
     monkeypatch.setattr(Trainer, "time", clock)
-    monkeypatch.setattr("superbatch.lab.studies.rehearsal.Rehearsal.peak", lambda self, samples: 1000)
+    monkeypatch.setattr("superbatch.lab.studies.trial_run.TrialRun.peak", lambda self, samples: 1000)
     report = fit(wide(), QUICK)
     assert report.fastest == 25
     assert "Use micro-batches of 25: the fastest of those timed, 1.50x as fast as 100" in findings(report)[0]
@@ -468,7 +468,7 @@ def test_the_largest_batch_is_extrapolated_to_100_times_the_batch_at_most(limit:
 
 
 def test_the_largest_size_of_few_measurements_comes_from_the_curve() -> None:
-    found = Findings(limit=Limit(10**6, "a test"), batch_size=64)
+    found = FitMeasurements(limit=Limit(10**6, "a test"), batch_size=64)
     found.measured = {1: 1000, 2: 2000}
     assert (found.largest, found.beyond) == (64, 1000)
     assert found.fastest is None

@@ -91,7 +91,7 @@ def conclude_momentum(
         )
         for name, value in noise.items()
     )
-    return study_momentum.find(arms, metric=METRIC, margin=0.5, recipe=own_recipe.plane()).conclusion
+    return study_momentum.conclude(arms, metric=METRIC, margin=0.5, recipe=own_recipe.plane()).conclusion
 
 
 def test_momentum_concludes_from_the_numbers() -> None:
@@ -107,5 +107,5 @@ def test_momentum_concludes_from_the_numbers() -> None:
     assert alike.startswith("Undecided"), "with equal noise in the large batch there is no verdict"
     assert "no clearly lower noise" in alike
     nothing = tuple(planted(name) for name in "ABCDEFG")
-    found = study_momentum.find(nothing, metric=METRIC, margin=0.5, recipe=own_recipe.plane())
+    found = study_momentum.conclude(nothing, metric=METRIC, margin=0.5, recipe=own_recipe.plane())
     assert found.conclusion == "Too few runs were finished to conclude anything."

@@ -13,24 +13,24 @@ from torch import nn
 from superbatch.errors import InputError
 from superbatch.lab.recipes import load_recipe
 from superbatch.lab.report.study import StudyArm, StudyRun
-from superbatch.lab.studies import quick, rehearsal, study_precision
+from superbatch.lab.studies import quick, study_precision, trial_run
 from superbatch.lab.studies.advise import Options as AdviceOptions
 from superbatch.lab.studies.advise import advise
-from superbatch.lab.studies.advise_question import Question, check_options, given_noise, question
+from superbatch.lab.studies.advise_options import WindowToJudge, check_options, given_noise, window_to_judge
 from superbatch.lab.studies.arms import participants_of
 from superbatch.lab.studies.backends import load_backend
 from superbatch.lab.studies.catalogue import entry_of
 from superbatch.lab.studies.compare import Options as CompareOptions
 from superbatch.lab.studies.compare import compare
-from superbatch.lab.studies.exchange import check_ranks, exchange_seconds, exchanged, started_on
-from superbatch.lab.studies.findings import Findings
+from superbatch.lab.studies.exchange import check_ranks, exchange_seconds, rank_and_count, with_exchange_time
 from superbatch.lab.studies.fit import Options as FitOptions
 from superbatch.lab.studies.fit import busy, fit
+from superbatch.lab.studies.fit_measurements import FitMeasurements
 from superbatch.lab.studies.noise import Options as NoiseOptions
 from superbatch.lab.studies.noise import noise
 from superbatch.lab.studies.on_torch import orders
 from superbatch.lab.studies.setting import (
-    ArmPlan,
+    ArmSpec,
     Setting,
     Split,
     batches,
@@ -40,7 +40,7 @@ from superbatch.lab.studies.setting import (
     parse_splits,
     splits_of,
 )
-from superbatch.lab.studies.shared_options import asked, versions
+from superbatch.lab.studies.shared_options import given_options, versions
 from superbatch.lab.studies.statistics import (
     Summary,
     limits_of,
@@ -50,8 +50,8 @@ from superbatch.lab.studies.statistics import (
     tost_paired,
     tost_welch,
 )
-from superbatch.lab.studies.study import Options, turns_of
-from superbatch.lab.studies.study_common import compared, diverged, rate_of, smooth, stream
+from superbatch.lab.studies.study import Options, seeds_per_process
+from superbatch.lab.studies.study_common import diverged, equivalence_test, rate_of, smooth, stream
 from superbatch.lab.studies.study_coupled import checked_device
 from superbatch.lab.studies.study_critical_batch import predicted_waste
 from superbatch.lab.studies.survey import Options as SurveyOptions
@@ -70,7 +70,7 @@ def test_splits_are_parsed() -> None:
     assert parse_split("2x50").sizes == (50, 50)
     assert parse_split("3/1").sizes == (3, 1)
     assert [split.name for split in parse_splits("1x100,5x20")] == ["1x100", "5x20"]
-    assert ArmPlan(parse_split("80/15/5"), "mean of means", "wrong").name == "80/15/5 mean of means"
+    assert ArmSpec(parse_split("80/15/5"), "mean of means", "wrong").name == "80/15/5 mean of means"
     assert parse_split("5x20").sizes_of(40) == (20, 20), "near-equal"
     assert parse_split("80/15/5").sizes_of(40) == (32, 6, 2), "in the split's proportions"
 
@@ -103,7 +103,7 @@ def test_batches_are_drawn_with_tails_and_resumed() -> None:
 
 def test_functions_of_studies() -> None:
     assert entry_of("precision").question == "How much does a sum of K gradients in bfloat16 lose?"
-    assert turns_of("digits", Options(workers=2), (0, 1, 2)) == 2
+    assert seeds_per_process("digits", Options(workers=2), (0, 1, 2)) == 2
     assert (rate_of(load_recipe("digits"), 16), rate_of(load_recipe("text"), 8)) == (0.32, 0.25)
     assert str(diverged(3.0)).startswith(
         "Training with lr 3 diverges: its loss is not finite. Give a smaller learning rate"
@@ -124,7 +124,7 @@ def test_a_ratio_within_the_margin_is_equivalent() -> None:
         )
         for name, factor in (("A", 1.0), ("B", 1.05))
     )
-    test = compared(other, one, "loss", margin=1.1, ratio=True)
+    test = equivalence_test(other, one, "loss", margin=1.1, ratio=True)
     assert test is not None
     assert (round(test.difference, 3), test.result.equivalent) == (1.05, True)
 
@@ -179,11 +179,11 @@ def test_commands_from_python() -> None:
 
 
 def test_options_in_a_report() -> None:
-    assert asked(CompareOptions(splits=["5x20", "80/15/5"]))["splits"] == "5x20,80/15/5"
-    assert asked(SurveyOptions(splits="10x10"))["splits"] == "10x10"
+    assert given_options(CompareOptions(splits=["5x20", "80/15/5"]))["splits"] == "5x20,80/15/5"
+    assert given_options(SurveyOptions(splits="10x10"))["splits"] == "10x10"
     kept = {"limit": "1024", "dtype": "float32", "device": "cpu", "seconds": "1"}
-    assert asked(FitOptions(limit=1024, seconds=1)) == kept
-    assert asked(AdviceOptions(noise=1500, updates=20))["noise"] == "1500"
+    assert given_options(FitOptions(limit=1024, seconds=1)) == kept
+    assert given_options(AdviceOptions(noise=1500, updates=20))["noise"] == "1500"
 
 
 def test_splits_of_a_recipe() -> None:
@@ -212,13 +212,15 @@ def test_functions_of_the_advice() -> None:
     advice = advise(None, options)
     assert (advice.verdict, advice.command["noise"]) == ("helps", "4000")
     check_options(AdviceOptions(beta2=0.95, learning_rate=1e-3))
-    assert question(None, AdviceOptions(microbatch_size=4, batch_size=512, ranks=8)) == Question(4, 16)
+    assert window_to_judge(None, AdviceOptions(microbatch_size=4, batch_size=512, ranks=8)) == WindowToJudge(
+        4, 16
+    )
     assert given_noise(AdviceOptions(noise=1500, noise_high=3000)) == NoiseRange(1500, 1500, 3000)
     assert given_noise(AdviceOptions(noise_low=200)) == NoiseRange(None, 200, np.inf)
 
 
 def test_functions_of_a_survey() -> None:
-    assert ArmPlan(Split("2x5", (5, 5)), "missing 1/K", "wrong").name == "2x5 missing 1/K"
+    assert ArmSpec(Split("2x5", (5, 5)), "missing 1/K", "wrong").name == "2x5 missing 1/K"
     sweeps = [Sweep("lr", 1e-3, 1.0, 20) for _ in range(2)]
     for sweep, loss in zip(sweeps * 2, (2.0, 2.1, 1.0, 1.0), strict=True):
         sweep.add(loss)
@@ -248,7 +250,7 @@ def test_statistics_of_known_values() -> None:
     ],
 )
 def test_length_of_a_quick_run(cost, most: int, length: tuple[int, bool]) -> None:
-    assert quick.affordable(cost, least=100, most=most, turns=4) == length
+    assert quick.affordable(cost, least=100, most=most, runs=4) == length
 
 
 def test_a_quick_run_is_timed_and_noted() -> None:
@@ -259,33 +261,33 @@ def test_a_quick_run_is_timed_and_noted() -> None:
 
 
 def test_one_rank_has_no_all_reduce() -> None:
-    assert started_on() == (0, 1)
+    assert rank_and_count() == (0, 1)
     assert (check_ranks(8, 1), check_ranks(1, 2), check_ranks(2, 2)) == (8, 2, 2)
-    _, notes = exchanged(load_recipe("digits"), AdviceOptions(ranks=8))
+    _, notes = with_exchange_time(load_recipe("digits"), AdviceOptions(ranks=8))
     assert notes[0].startswith("The exchange of gradients over 8 ranks was not measured and counts as 0 s: ")
     assert 0 <= exchange_seconds(nn.Linear(3, 1), Local()) < 1
 
 
 def test_functions_of_fit() -> None:
-    found = Findings(limit=Limit(1000, "a test"), batch_size=100)
+    found = FitMeasurements(limit=Limit(1000, "a test"), batch_size=100)
     found.measured = {1: 110, 10: 200}
-    found.plan()
-    assert (found.largest, found.top, found.planned) == (90, 50, (1, 2, 4, 7, 13, 25, 50, 100))
-    found = Findings(limit=Limit(1, ""), batch_size=8)
+    found.plan_sizes()
+    assert (found.largest, found.largest_in_split, found.planned) == (90, 50, (1, 2, 4, 7, 13, 25, 50, 100))
+    found = FitMeasurements(limit=Limit(1, ""), batch_size=8)
     found.timings = {2: [9.0, 4.0], 4: [9.0, 2.0]}
     assert [found.seconds_per_sample(samples) for samples in (1, 3, 8)] == [4.0, 3.0, 2.0]
     assert all("load average" in sentence for sentence in busy())
-    times = [rehearsal.microbatches_to_time(seconds) for seconds in (1.0, 0.1, 0.001, 0.0)]
+    times = [trial_run.microbatches_to_time(seconds) for seconds in (1.0, 0.1, 0.001, 0.0)]
     assert times == [1, 2, 10, 64]
-    digits = rehearsal.prepare(
+    digits = trial_run.prepare_trial(
         load_recipe("digits"), optimizer="sgd", dtype="float32", device="cpu", samples=8
     )
     assert len(digits.window_of(4, count=3)) == 3
     assert digits.peak(4) > 4 * 2410, "gradients, and more"
-    pairs = rehearsal.prepare(
+    pairs = trial_run.prepare_trial(
         load_recipe("pairs"), optimizer="adam", dtype="float32", device="cpu", samples=8
     )
-    refused = rehearsal.refusal(pairs)
+    refused = trial_run.coupling_error(pairs)
     assert refused is not None
     assert refused.startswith("No weight explains the loss: samples influence each other")
     assert "Instead use WholeBatch " in refused

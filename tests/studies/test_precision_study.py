@@ -30,13 +30,13 @@ def test_a_sum_in_bfloat16_loses_accuracy_unlike_one_in_float32(precision: Study
 
 
 def test_precision_concludes_from_the_numbers() -> None:
-    names = [way.name for way in (*study_precision.DRAWN, *study_precision.OWN)]
+    names = [each.name for each in (*study_precision.DRAWN, *study_precision.OWN)]
 
     def conclusion(wide: float) -> str:
         arms = tuple(planted(name, {"K = 256": [wide if "float32" in name else 0.02]}) for name in names)
-        return study_precision.find(arms, count=256).conclusion
+        return study_precision.conclude(arms, count=256).conclusion
 
     assert conclusion(1e-8).startswith("Sum in float32:")
     assert conclusion(1e-2).startswith("A float32 sum gains little here:")
     nothing = tuple(planted(name) for name in names)
-    assert study_precision.find(nothing, count=256).conclusion.startswith("Too few")
+    assert study_precision.conclude(nothing, count=256).conclusion.startswith("Too few")

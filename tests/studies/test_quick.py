@@ -96,7 +96,7 @@ def test_the_length_fits_the_time(fixed: float, each: float) -> None:
         asked.append(samples)
         return fixed + each * samples
 
-    samples, fits = quick.affordable(cost, least=100, most=10_000, turns=2)
+    samples, fits = quick.affordable(cost, least=100, most=10_000, runs=2)
     pilot = sum(fixed + each * count for count in asked)
     assert 100 <= samples <= 10_000
     assert fits == (2 * (fixed + 100 * each) <= 40.0)

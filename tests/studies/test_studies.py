@@ -17,7 +17,7 @@ from superbatch.lab.report.study_text import equivalence_table, study_table
 from superbatch.lab.studies.catalogue import DOCUMENTATION, STUDIES
 from superbatch.lab.studies.shared_options import Interrupted, Progress
 from superbatch.lab.studies.study import Options, study
-from superbatch.lab.studies.study_common import compared
+from superbatch.lab.studies.study_common import equivalence_test
 from tests.report_json import from_json
 from tests.studies import own_recipe
 from tests.studies.planted import METRIC
@@ -187,7 +187,9 @@ def test_the_plot_shows_every_run_of_the_reference() -> None:
         study("splits", own_recipe.plane(), Options(runs=2, samples=100)),
         arms=arms,
         quantities=(Quantity(name=METRIC, meaning="", form=".2f"),),
-        tests=tuple(test for test in (compared(arms[1], arms[0], METRIC, margin=0.05),) if test is not None),
+        tests=tuple(
+            test for test in (equivalence_test(arms[1], arms[0], METRIC, margin=0.05),) if test is not None
+        ),
     )
     low, high = plot.study(report).axes[0].get_xlim()
     assert low < 82.0 < 84.0 < high

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from superbatch.lab.report.study import StudyArm
-from superbatch.lab.studies.study_common import compared, stream
+from superbatch.lab.studies.study_common import equivalence_test, stream
 from tests.studies.planted import planted
 
 
@@ -20,31 +20,31 @@ def test_the_statistical_test_uses_pairs_of_one_seed() -> None:
     )
     shuffled = StudyArm(name="A", how="", facts={}, runs=first.runs[::-1])
     for arm in (first, shuffled):
-        test = compared(arm, second, "accuracy", margin=0.5)
+        test = equivalence_test(arm, second, "accuracy", margin=0.5)
         assert test is not None and test.result.equivalent
         assert test.difference == pytest.approx(0.0125)
     worse = planted("A", {"accuracy": [level - 1 for level in levels]})
-    test = compared(worse, second, "accuracy", margin=0.5)
+    test = equivalence_test(worse, second, "accuracy", margin=0.5)
     assert test is not None and not test.result.equivalent
 
 
 def test_a_ratio_is_tested_by_its_logarithm() -> None:
     first, second = planted("A", {"loss": [1.2, 2.42, 4.8]}), planted("B", {"loss": [1.0, 2.0, 4.0]})
-    test = compared(first, second, "loss", margin=1.1, ratio=True)
+    test = equivalence_test(first, second, "loss", margin=1.1, ratio=True)
     assert test is not None
     assert test.difference == pytest.approx((1.2 * 1.21 * 1.2) ** (1 / 3))
     assert test.margin == pytest.approx(1.1)
     assert not test.result.equivalent
-    test = compared(first, second, "loss", margin=1.3, ratio=True)
+    test = equivalence_test(first, second, "loss", margin=1.3, ratio=True)
     assert test is not None and test.result.equivalent
 
 
 def test_values_that_cannot_be_compared_are_not_equivalent() -> None:
     one, diverged = planted("A", {"loss": [1.0]}), planted("A", {"loss": [1.0, math.nan, 1.0]})
     base = planted("B", {"loss": [1.0, 1.0, 1.0]})
-    assert compared(one, base, "loss", margin=1.1, ratio=True) is None
+    assert equivalence_test(one, base, "loss", margin=1.1, ratio=True) is None
     for ratio in (True, False):
-        test = compared(diverged, base, "loss", margin=1.1, ratio=ratio)
+        test = equivalence_test(diverged, base, "loss", margin=1.1, ratio=ratio)
         assert test is not None and not test.result.equivalent
 
 

@@ -25,12 +25,12 @@ def advise(
     report is written).
     """
     folder_for("superbatch-advise", out, as_json=as_json)  # on every rank, before one waits for the others
-    from ..studies.exchange import started_on, take_part
+    from ..studies.exchange import measure_as_other_rank, rank_and_count
 
-    rank, _ = started_on()
+    rank, _ = rank_and_count()
     if rank:  # the first rank makes the report
         if recipe is not None:
-            take_part(recipe, options)
+            measure_as_other_rank(recipe, options)
         return 0
     title = "advise" if recipe is None else f"advise {Path(recipe).name}"
     return run("advise", recipe, options, title=title, out=out, as_json=as_json)

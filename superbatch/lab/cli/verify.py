@@ -17,7 +17,7 @@ from ..report.json import json_value
 from ..report.page import render
 from ..report.pages import differences_table, verification_page
 from ..studies.options import VerifyOptions
-from ..studies.shared_options import asked
+from ..studies.shared_options import given_options
 from .exits import CHECK_FAILED
 from .options import Recipe, option
 from .printing import check_folder, print_sentences, print_table, write_file
@@ -48,7 +48,7 @@ def verify(
     else:
         show(report, Console())
     if out is not None:
-        page = verification_page(report, recipe=recipe, command=asked(options))
+        page = verification_page(report, recipe=recipe, command=given_options(options))
         write_file(out / "report.json", text + "\n")
         write_file(out / "report.html", render(page))
         print(f"wrote {out / 'report.html'} and report.json", file=sys.stderr)

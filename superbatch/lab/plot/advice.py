@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from superbatch.results.advice import Advice
 
-from ..report.advice_text import range_said, title_of, verdict_text
+from ..report.advice_text import noise_range_text, title_of, verdict_text
 from .noise import times_against_k
 from .style import BLUE, DASHED, GREEN, VERMILION, caption, headline, legend_below, line, panels
 
@@ -26,7 +26,7 @@ def advice(report: Advice, *, dark: bool = False) -> Figure:
     """
     figure, (axes,), theme = panels(6, dark=dark)
     colour = COLOURS[report.verdict]
-    times_against_k(axes, report.steps, colour, range_of=range_said(report))
+    times_against_k(axes, report.steps, colour, range_of=noise_range_text(report))
     samples = [(each.accumulation_steps, each.samples) for each in report.steps]
     style = {"color": theme.ink, "linewidth": 1.4, "linestyle": DASHED, "alpha": 0.7}
     line(axes, samples, label="samples needed", **style)

@@ -41,7 +41,7 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
     metric, noise = figure.subplots(1, 2, sharey=True)
     excess, theory = "noise excess", "lr/(B(1-m)), relative"
     _dots(metric, report, report.quantities[0].name, theme)
-    _dots(noise, report, excess, theme, log=True, lost=math.nan)
+    _dots(noise, report, excess, theme, log=True, missing_value=math.nan)
     found = [value for value in report.arms[0].values(excess) if math.isfinite(value)]
     first = statistics.fmean(found) if found else 0.0
     for row, arm in enumerate(report.arms):
@@ -152,15 +152,15 @@ def _dots(
     *,
     log: bool = False,
     cut: bool = True,
-    lost: float | None = None,
+    missing_value: float | None = None,
 ) -> None:
     """Draw one row per arm: each run a dot, mean and sd; the margin of the tests as a band.
 
-    `cut` limits the axis around the reference. `lost` is the value of a run that lacks the quantity; without
-    it the run is left out.
+    `cut` limits the axis around the reference. `missing_value` is the value of a run that lacks the
+    quantity; without it the run is left out.
     """
     names = [f"{arm.name}: {fill(arm.how, 34)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
-    values = [[run.values.get(quantity, lost) for run in arm.runs] for arm in report.arms]
+    values = [[run.values.get(quantity, missing_value) for run in arm.runs] for arm in report.arms]
     runs = [[value for value in each if value is not None] for each in values]
     styles = map(_style, range(len(names)))
     tests = [test for test in report.tests if test.quantity == quantity and not test.ratio and not log]

@@ -7,7 +7,7 @@ from superbatch.results.memory import binary_text
 from superbatch.results.noise import ASSUMED, ASSUMPTION
 from superbatch.results.scaling import setting_text
 
-from .table import Column, Table, range_text, seconds_text, shown, table_of
+from .table import Column, Table, or_dash, range_text, seconds_text, table_of
 
 NOT_MEASURED = (
     "For Adam the noise scale depends on an assumption about its preconditioner (q = 0, 1, 2). This effect "
@@ -38,7 +38,7 @@ def steps_table(report: Advice) -> Table:
         ("time", "to the same loss, relative to K = 1: W(K)/W(1)", lambda row: _three(row.time)),
         (
             "range",
-            f"over {range_said(report)}",
+            f"over {noise_range_text(report)}",
             lambda row: "" if row.accumulation_steps == 1 else f"{row.low:.3g} to {row.high:.3g}",
         ),
         ("samples", "to the same loss, relative to K = 1: a lower bound", lambda row: _three(row.samples)),
@@ -109,7 +109,7 @@ def title_of(report: Advice) -> str:
     )
 
 
-def range_said(report: Advice) -> str:
+def noise_range_text(report: Advice) -> str:
     """Return a description of the range of noise scales for which the verdict holds."""
     adam = ", and Adam's models" if report.band is not None else ""
     return f"the noise scale's interval, widened by a factor of {report.systematic:g}{adam}"
@@ -150,4 +150,4 @@ def verdict_text(report: Advice) -> str:
 
 
 def _three(value: float | None) -> str:
-    return shown(value, "{:.3g}".format)
+    return or_dash(value, "{:.3g}".format)

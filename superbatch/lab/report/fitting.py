@@ -8,7 +8,7 @@ from superbatch.results.memory import Limit, Peak, Saving
 
 from .run import RunReport
 
-DRAWN_ON = 100  # the curve of the memory is extrapolated to at most this many batches
+EXTRAPOLATED_TO = 100  # the curve of the memory is extrapolated to at most this many batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class EffectiveBatch:
     """Memory and time of one effective batch."""
 
     batch: int  # samples of one update
@@ -77,9 +77,9 @@ class Fitting(RunReport):
     curve_error: float  # largest relative distance of a predicted point from the line through its neighbours
     sizes: tuple[Size, ...]  # ascending; sizes above the limit are only predicted
     largest: int  # the largest micro-batch that fits, at most the batch; 0 if one sample does not fit
-    beyond: int | None  # the largest batch that would fit, by the curve up to `DRAWN_ON` times the batch
+    beyond: int | None  # largest batch that would fit, by the curve up to `EXTRAPOLATED_TO` times the batch
     fastest: int | None  # the fastest of the timed sizes; None if none was timed
-    reach: tuple[Reach, ...]  # with micro-batches of the fastest size; empty if batches are not split
+    reach: tuple[EffectiveBatch, ...]  # in micro-batches of the fastest size; empty if not split
     savings: tuple[Saving, ...]  # ways to lower the peak at the fastest size, the largest saving first
     refused: str | None  # why `Accumulator` does not split this recipe's batches; None if it does
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from superbatch.results.advice import number_text
 from superbatch.results.memory import binary_text
 
-from .fitting import DRAWN_ON, Fitting, Size
-from .table import Table, seconds_text, shown, table_of
+from .fitting import EXTRAPOLATED_TO, Fitting, Size
+from .table import Table, or_dash, seconds_text, table_of
 
 _KEPT_WHOLE = (
     "Do not split the batch: its samples are coupled, so micro-batches would not give its gradient "
@@ -34,9 +34,9 @@ def sizes_table(report: Fitting) -> Table:
         (
             "predicted",
             "peak memory beyond the model and the batch",
-            lambda size: shown(size.predicted, binary_text),
+            lambda size: or_dash(size.predicted, binary_text),
         ),
-        ("measured", "peak memory of real micro-batches", lambda size: shown(size.measured, binary_text)),
+        ("measured", "peak memory of real micro-batches", lambda size: or_dash(size.measured, binary_text)),
         ("per sample", "forward and backward", lambda size: seconds_text(size.seconds)),
         ("per update", f"of the {batch}", lambda size: seconds_text(size.update_seconds)),
     )
@@ -64,8 +64,8 @@ def reach_table(report: Fitting) -> Table:
         report.reach,
         ("effective batch", "samples of one update", lambda each: str(each.batch)),
         ("micro-batches", "and the samples of one", lambda each: f"{each.microbatches} x {each.samples}"),
-        ("peak memory", "with these micro-batches", lambda _: shown(peak, binary_text)),
-        ("in one piece", "peak of the unsplit batch, by the curve", lambda each: shown(each.whole, whole)),
+        ("peak memory", "with these micro-batches", lambda _: or_dash(peak, binary_text)),
+        ("in one piece", "peak of the unsplit batch, by the curve", lambda each: or_dash(each.whole, whole)),
         ("per update", "time", lambda each: seconds_text(each.seconds)),
     )
 
@@ -119,7 +119,7 @@ def _largest(report: Fitting) -> str:
         return f"At most {report.largest} samples fit in {report.limit}."
     if report.beyond is None:
         return f"The whole batch fits in {report.limit}."
-    more = " or more" if report.beyond >= DRAWN_ON * report.batch_size else ""
+    more = " or more" if report.beyond >= EXTRAPOLATED_TO * report.batch_size else ""
     beyond = f"about {number_text(report.beyond)} samples{more}"
     return f"The whole batch fits in {report.limit}; so would {beyond}."
 

@@ -11,7 +11,7 @@ from superbatch.results.advice import Steps, number_text
 from superbatch.results.noise import ASSUMED, ASSUMPTION
 
 from .run import RunReport
-from .table import Table, interval_text, seconds_text, shown, table_of
+from .table import Table, interval_text, or_dash, seconds_text, table_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def points_table(report: NoiseStudy, rows: int = 12) -> Table:
         (
             "noise scale",
             f"samples of a batch with as much noise as signal, {ASSUMPTION}",
-            lambda row: shown(row.batch_size, number_text),
+            lambda row: or_dash(row.batch_size, number_text),
         ),
         ("95 % interval", "Fieller's; it may be unbounded", lambda row: interval_text(row.low, row.high)),
         *(
@@ -103,7 +103,7 @@ def points_table(report: NoiseStudy, rows: int = 12) -> Table:
 
 def _of_model(q: int, row: NoiseAt) -> str:
     # Before Adam's moments are measured, a point has no noise scale by model.
-    return shown(row.by_model[q] if row.by_model else None, number_text)
+    return or_dash(row.by_model[q] if row.by_model else None, number_text)
 
 
 def steps_table(report: NoiseStudy) -> Table:
@@ -114,7 +114,11 @@ def steps_table(report: NoiseStudy) -> Table:
         report.steps,
         ("micro-batches", "K, per update", lambda row: str(row.accumulation_steps)),
         ("batch", "samples of one update", lambda row: str(row.batch)),
-        ("time to target", "relative to K = 1: a lower bound", lambda row: shown(row.time, "{:.2f}".format)),
+        (
+            "time to target",
+            "relative to K = 1: a lower bound",
+            lambda row: or_dash(row.time, "{:.2f}".format),
+        ),
         ("range", "over the noise scale's interval", lambda row: f"{row.low:.2f} to {row.high:.2f}"),
     )
 

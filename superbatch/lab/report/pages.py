@@ -51,9 +51,9 @@ def page_of(report: Report) -> Page:
             page = _of_recipe(report, "noise", noise_study.findings(report), plotted)
             page = replace(page, tables=[noise_study.points_table(report), noise_study.steps_table(report)])
         case Surveys():
-            said = [survey_text.suggestion(report), *survey_text.conclusions(report)]
+            sentences = [survey_text.suggestion(report), *survey_text.conclusions(report)]
             plotted = "The loss against the surveyed value; the value that each survey suggests."
-            page = _of_recipe(report, "survey", said, plotted)
+            page = _of_recipe(report, "survey", sentences, plotted)
             page = replace(page, tables=[survey_text.surveys_table(report)], arms=_arms(report))
     run = {"Options": report.command, "Versions": report.versions}
     return replace(page, partial=report.partial, settings={**page.settings, **run})
@@ -80,15 +80,15 @@ def differences_table(report: Verification) -> Table:
 
 
 def _of_recipe(
-    report: RunReport, command: str, said: Sequence[str], plotted: str, *, guide: str | None = None
+    report: RunReport, command: str, sentences: Sequence[str], plotted: str, *, guide: str | None = None
 ) -> Page:
     """Return the page of a command that ran a recipe; the first sentence is the verdict."""
     return Page(
         title=f"superbatch {command}: {report.recipe}",
         guide=guide or command,
         lead=report.description,
-        verdict=said[:1],
-        findings=said[1:],
+        verdict=sentences[:1],
+        findings=sentences[1:],
         plotted=plotted,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .study import Quantity, Study, StudyArm, StudyTest
-from .table import Column, Table, equivalence_text, mean_text, number, signed
+from .table import Column, Table, equivalence_text, float_text, mean_text, signed_text
 
 
 def study_table(report: Study) -> Table:
@@ -43,7 +43,7 @@ def _cell(arm: StudyArm, quantity: Quantity) -> str:
 
 def _test(test: StudyTest) -> tuple[str, ...]:
     low, middle, high = (
-        "x " + number(value, ".3g") if test.ratio else signed(value, 3)
+        "x " + float_text(value, ".3g") if test.ratio else signed_text(value, 3)
         for value in (test.low, test.difference, test.high)
     )
     margin = f"x {1 / test.margin:.3g} … x {test.margin:.3g}" if test.ratio else f"±{test.margin:g}"

@@ -12,7 +12,7 @@ from superbatch.tuning.survey_suggestions import still_falling
 
 from .comparison import Equivalence
 from .surveys import CurveTest, SurveyArm, Surveys
-from .table import DASH, Table, difference_text, named, p_text, shown, table_of
+from .table import DASH, Table, difference_text, marked_name, or_dash, p_text, table_of
 
 NAMES: dict[What, str] = {"lr": "learning rate", "momentum": "momentum", "weight_decay": "weight decay"}
 
@@ -27,12 +27,16 @@ def surveys_table(report: Surveys) -> Table:
     return table_of(
         title_of(report),
         report.arms,
-        ("split", "micro-batches x samples; first the baseline", lambda arm: named(arm.name, arm.claim)),
+        (
+            "split",
+            "micro-batches x samples; first the baseline",
+            lambda arm: marked_name(arm.name, arm.claim),
+        ),
         (suggested, "geometric mean over the surveys that suggest one, and spread", _suggested),
         ("stopped at", "median of the last values of the surveys that stopped early", _stopped),
         ("pairs differ by", pairs, lambda arm: _pairs_text(arm.pairs) if arm.pairs else DASH),
-        (f"curve within {share:.0f} %", f"{curve}, {seeds}", lambda arm: shown(arm.curve, _yes)),
-        (alike, f"equivalence of the suggestions, {seeds}", lambda arm: shown(arm.suggested, _yes)),
+        (f"curve within {share:.0f} %", f"{curve}, {seeds}", lambda arm: or_dash(arm.curve, _yes)),
+        (alike, f"equivalence of the suggestions, {seeds}", lambda arm: or_dash(arm.suggested, _yes)),
     )
 
 
@@ -75,27 +79,27 @@ def suggestion(report: Surveys) -> str:
     lowest = [min(zip(each.smooth, each.values, strict=False))[1] for each in surveys if each.smooth]
     if report.what != "lr" and lowest:
         # At a fixed rate the loss falls with any value of the setting: none is recommended.
-        said = (
+        text = (
             f"The loss is lowest at a {name} of about {median_high(lowest):.2g} {batches}: a larger one is "
             "too large, and a smaller one may be as good."
         )
     elif value is None:
-        said = f"No {name} is suggested: {mean.reason or 'noise hides where the loss begins to fall'}."
+        text = f"No {name} is suggested: {mean.reason or 'noise hides where the loss begins to fall'}."
     else:
-        said = (
+        text = (
             f"Begin with a {name} of about {value:.2g} {batches}: the loss has begun to fall at "
             f"{_with_range(mean.onset, mean.onset_range)}; a tenth of the value with the lowest loss is "
             f"{_with_range(mean.minimum, mean.minimum_range)}."
         )
     if 2 * sum(each.stopped is None and still_falling(each.smooth) for each in surveys) > len(surveys):
-        said += " The loss still fell at the end of the ramp: survey up to a higher value."
-    return said
+        text += " The loss still fell at the end of the ramp: survey up to a higher value."
+    return text
 
 
 def _with_range(value: float | None, ends: Range | None) -> str:
     if ends is None:
         return "not known"
-    return f"{shown(value, '{:.2g}'.format)} ({ends[0]:.2g} to {ends[1]:.2g})"
+    return f"{or_dash(value, '{:.2g}'.format)} ({ends[0]:.2g} to {ends[1]:.2g})"
 
 
 def failures(report: Surveys) -> list[str]:
@@ -112,7 +116,7 @@ def failures(report: Surveys) -> list[str]:
 
 def _suggested(arm: SurveyArm) -> str:
     spread = "" if arm.decades is None else f" (± {arm.decades:.2f} decades)"
-    return shown(arm.rate, "{:.3g}".format) + spread
+    return or_dash(arm.rate, "{:.3g}".format) + spread
 
 
 def _stopped(arm: SurveyArm) -> str:

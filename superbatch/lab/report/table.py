@@ -61,14 +61,18 @@ def comparison_table(report: Comparison) -> Table:
     return table_of(
         title_of(report),
         report.arms,
-        ("split", "micro-batches x samples; first the real batch", lambda arm: named(arm.name, arm.claim)),
+        (
+            "split",
+            "micro-batches x samples; first the real batch",
+            lambda arm: marked_name(arm.name, arm.claim),
+        ),
         (metric, "mean ± sd over the runs, held-out data", lambda arm: mean_text(arm.mean, arm.sd, form)),
         ("updates", "of the optimizer in each run", lambda arm: str(arm.updates)),
-        ("time, s", "of a run's updates alone, the mean", lambda arm: shown(arm.seconds, "{:.2f}".format)),
+        ("time, s", "of a run's updates alone, the mean", lambda arm: or_dash(arm.seconds, "{:.2f}".format)),
         (
             "peak memory",
             "of an update, not counting weights and batch",
-            lambda arm: shown(arm.peak_bytes, binary_text),
+            lambda arm: or_dash(arm.peak_bytes, binary_text),
         ),
         ("weights differ by", apart, _difference),
         (f"equivalent within ±{report.margin:g}", within, lambda arm: equivalence_text(arm.paired)),
@@ -100,12 +104,12 @@ def plain(table: Table) -> str:
     return "\n".join([table.title, *aligned([headings, *table.rows], underlined=True)])
 
 
-def shown(value: T | None, text: Callable[[T], str]) -> str:
+def or_dash(value: T | None, text: Callable[[T], str]) -> str:
     """Return a value as text; a dash for None."""
     return DASH if value is None else text(value)
 
 
-def named(arm: str, claim: str) -> str:
+def marked_name(arm: str, claim: str) -> str:
     """Return the name of an arm, marked if it is the real batch or known not to be exact."""
     return arm + {"real": " (real batch)", "inexact": " (not exact)"}.get(claim, "")
 
@@ -166,8 +170,8 @@ def mean_text(mean: float | None, sd: float | None, form: str) -> str:
     """
     if mean is None:
         return DASH
-    text = number(mean, form)
-    return text if not sd or not math.isfinite(sd) else f"{text} ± {number(sd, form)}"
+    text = float_text(mean, form)
+    return text if not sd or not math.isfinite(sd) else f"{text} ± {float_text(sd, form)}"
 
 
 def difference_text(difference: float | None) -> str:
@@ -184,11 +188,11 @@ def difference_text(difference: float | None) -> str:
     return f"{100 * difference:.2g} %" if 0.001 <= difference < 10 else f"{difference:.1e}"
 
 
-def number(value: float, form: str = ".4g") -> str:
+def float_text(value: float, form: str = ".4g") -> str:
     """Return a number as text, with words for NaN and infinity.
 
     Examples:
-        >>> number(2500.0, ",.0f"), number(float("nan")), number(float("inf")), number(-0.001, ".2f")
+        >>> float_text(2500.0, ",.0f"), float_text(math.nan), float_text(math.inf), float_text(-0.001, ".2f")
         ('2,500', 'not a number', 'infinite', '0.00')
     """
     if math.isfinite(value):
@@ -198,14 +202,14 @@ def number(value: float, form: str = ".4g") -> str:
     return "not a number" if math.isnan(value) else "infinite"
 
 
-def signed(difference: float, digits: int = 2) -> str:
+def signed_text(difference: float, digits: int = 2) -> str:
     """Return a difference with its sign; a difference that only rounding makes is "0".
 
     Examples:
-        >>> signed(0.0432), signed(-1.0), signed(-7e-15), signed(float("nan"))
+        >>> signed_text(0.0432), signed_text(-1.0), signed_text(-7e-15), signed_text(math.nan)
         ('+0.043', '-1', '0', 'not a number')
     """
-    return "0" if abs(difference) < ROUNDING else number(difference, f"+.{digits}g")
+    return "0" if abs(difference) < ROUNDING else float_text(difference, f"+.{digits}g")
 
 
 def equivalence_text(test: Equivalence | None) -> str:

@@ -14,10 +14,10 @@ def verdict(report: Comparison) -> list[str]:
     sentences = [_exact(report, exact)] if exact else []
     if inexact:
         who = "Plain accumulation does" if exact else "The splits do"
-        least, most = (difference_text(bound(map(_apart, inexact))) for bound in (min, max))
+        least, most = (difference_text(bound(map(_weight_difference, inexact))) for bound in (min, max))
         sentences.append(f"{who} not give the real batch's weights: they are {least} to {most} apart.")
     if wrong := _arms(report, "wrong"):
-        least = difference_text(min(map(_apart, wrong)))
+        least = difference_text(min(map(_weight_difference, wrong)))
         sentences.append(f"The weights of the methods that are wrong on purpose differ by {least} or more.")
     if not sentences:
         sentences.append("Interrupted before the first pair of runs was finished: there is no comparison.")
@@ -45,30 +45,30 @@ def _failures_of(arm: Arm, report: Comparison) -> list[str]:
         )
     # Weights that agree to rounding are the proof, so that a test with too few runs is no failure.
     if arm.paired is not None and not abs(arm.paired.difference) < arm.paired.margin:
-        said = f"{report.metric} differs by {arm.paired.difference:.3g}, which is not within"
-        found.append(f"{arm.name}: {said} {margin_text(report)}")
+        text = f"{report.metric} differs by {arm.paired.difference:.3g}, which is not within"
+        found.append(f"{arm.name}: {text} {margin_text(report)}")
     return found
 
 
 def _exact(report: Comparison, arms: Sequence[Arm]) -> str:
-    largest = max(map(_apart, arms))
+    largest = max(map(_weight_difference, arms))
     rounding = f"{difference_text(largest)} (rounding in {report.dtype} explains up to {report.tolerance:g})"
     if not largest <= report.tolerance:
         return f"NOT EXACT: a split's weights differ from the real batch's by {rounding}."
-    said = f"Every split trains like the real batch: weights within {rounding}"
+    text = f"Every split trains like the real batch: weights within {rounding}"
     pairs = [arm.paired for arm in arms if arm.paired is not None]
     if pairs and all(test.identical for test in pairs):
-        return f"{said}, {report.metric} identical."
+        return f"{text}, {report.metric} identical."
     if not pairs or min(test.runs for test in pairs) < FEWEST_RUNS:
-        return f"{said}; {report.metric} needs at least {FEWEST_RUNS} runs for a test of equivalence."
+        return f"{text}; {report.metric} needs at least {FEWEST_RUNS} runs for a test of equivalence."
     shown = "equivalent" if all(test.equivalent for test in pairs) else "NOT shown to be equivalent"
-    return f"{said}, {report.metric} {shown} within {margin_text(report)}."
+    return f"{text}, {report.metric} {shown} within {margin_text(report)}."
 
 
 def _arms(report: Comparison, claim: str) -> list[Arm]:
     return [arm for arm in report.arms if arm.claim == claim and arm.weight_difference is not None]
 
 
-def _apart(arm: Arm) -> float:
+def _weight_difference(arm: Arm) -> float:
     assert arm.weight_difference is not None
     return arm.weight_difference

@@ -28,16 +28,16 @@ from superbatch.tuning.noise_range import NoiseRange, noise_range
 from superbatch.tuning.search import time_per_sample
 
 from ..recipes import OPTIMIZERS, Recipe
-from .advise_question import Question, given_noise, question
-from .arms import measured
+from .advise_options import WindowToJudge, given_noise, window_to_judge
+from .arms import losses_and_noise
 from .checks import check_choice, offered_optimizer
-from .exchange import check_ranks, exchanged, started_on
-from .fit import CARE, busy
+from .exchange import check_ranks, rank_and_count, with_exchange_time
+from .fit import CAUTIOUS_MARGIN, busy
 from .on_torch import torch_threads
 from .options import AdviseOptions as Options
-from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
-from .shared_options import Interrupted, Progress, Show, asked, loaded, silent, versions
+from .shared_options import Interrupted, Progress, Show, given_options, resolve_recipe, silent, versions
 from .study_common import stream
+from .trial_run import TrialRun, coupling_error, microbatches_to_time, prepare_trial
 
 DEFAULTS = Options()
 ROUNDS = 20  # windows that are timed
@@ -47,32 +47,32 @@ PARTS = 8  # micro-batches of the recipe's batch while its noise is measured
 def advise(recipe: str | Recipe | None, options: Options = DEFAULTS, *, progress: Show = silent) -> Advice:
     """Judge whether accumulation shortens a training, of a recipe or with the numbers of the options."""
     start = time.monotonic()
-    task = None if recipe is None else loaded(recipe, options)
-    noise, command = given_noise(options), asked(options)
-    options = replace(options, ranks=check_ranks(options.ranks, started_on()[1]))
+    task = None if recipe is None else resolve_recipe(recipe, options)
+    noise, command = given_noise(options), given_options(options)
+    options = replace(options, ranks=check_ranks(options.ranks, rank_and_count()[1]))
     times = _given_times(options, noise) if task is None else None
-    # `question` raises here for unusable options, before anything is measured.
-    found = _Found(options, question(task, options), command, noise, times=times)
+    # `window_to_judge` raises here for unusable options, before anything is measured.
+    measurements = _Measurements(options, window_to_judge(task, options), command, noise, times=times)
     if task is None:
-        found.parameters = options.parameters
-        return _report(found, None, start, partial=False)
-    found.options, found.notes = exchanged(task, options)
+        measurements.parameters = options.parameters
+        return _report(measurements, None, start, partial=False)
+    measurements.options, measurements.notes = with_exchange_time(task, options)
     with torch_threads(options.threads or torch.get_num_threads()), torch.random.fork_rng():
         try:
-            _measure(found, task, progress)
+            _measure(measurements, task, progress)
         except KeyboardInterrupt:
-            if found.times is None:
+            if measurements.times is None:
                 raise
-            raise Interrupted(_report(found, task, start, partial=True)) from None
-    return _report(found, task, start, partial=False)
+            raise Interrupted(_report(measurements, task, start, partial=True)) from None
+    return _report(measurements, task, start, partial=False)
 
 
 @dataclass
-class _Found:
+class _Measurements:
     """Options and measurements so far. A value that is None is not measured yet, or cannot be."""
 
     options: Options
-    question: Question
+    window: WindowToJudge
     command: dict[str, str]  # the options as the user gave them
     noise: Noise | NoiseRange | None
     notes: tuple[str, ...] = ()
@@ -101,64 +101,66 @@ def _given_times(options: Options, noise: NoiseRange | None) -> Times:
     )
 
 
-def _measure(found: _Found, recipe: Recipe, progress: Show) -> None:
+def _measure(measurements: _Measurements, recipe: Recipe, progress: Show) -> None:
     """Predict memory, time windows and measure the noise of a recipe."""
-    options = found.options
+    options = measurements.options
     updates = options.updates or recipe.updates
-    total = 1 + ROUNDS + (updates if found.noise is None else 0)
+    total = 1 + ROUNDS + (updates if measurements.noise is None else 0)
     recipe.require("learning_rates", by="superbatch advise")
-    rehearsal = prepare(
+    trial = prepare_trial(
         recipe,
         optimizer=offered_optimizer(recipe, options.optimizer),
         dtype="float32",
         device=options.device,
         samples=max(2, recipe.batch_size, options.batch_size or 0, options.microbatch_size or 0),
     )
-    found.parameters = options.parameters or sum(each.numel() for each in rehearsal.model.parameters())
-    found.notes += tuple(busy())
-    coupled = refusal(rehearsal)
+    measurements.parameters = options.parameters or sum(each.numel() for each in trial.model.parameters())
+    measurements.notes += tuple(busy())
+    coupled = coupling_error(trial)
     if coupled is not None:
-        rehearsal = replace(rehearsal, coupled=True)
-    found.limit = limit = memory_limit(rehearsal.device)
+        trial = replace(trial, coupled=True)
+    measurements.limit = limit = memory_limit(trial.device)
 
     def largest(samples: int) -> int:
         """Halve the samples until their peak fits into memory."""
-        while samples > 1 and (_peak(rehearsal, samples) or 0) > limit.bytes * (1 - CARE):
+        while samples > 1 and (_peak(trial, samples) or 0) > limit.bytes * (1 - CAUTIOUS_MARGIN):
             samples = -(-samples // 2)
         return samples
 
-    found.question = question(recipe, options, largest=largest)
-    size = found.question.microbatch_size
-    found.peak = _peak(rehearsal, size)
-    whole = size * found.question.accumulation_steps
-    if whole <= rehearsal.samples:
-        found.whole = _peak(rehearsal, whole)
+    measurements.window = window_to_judge(recipe, options, largest=largest)
+    size = measurements.window.microbatch_size
+    measurements.peak = _peak(trial, size)
+    whole = size * measurements.window.accumulation_steps
+    if whole <= trial.samples:
+        measurements.whole = _peak(trial, whole)
     progress(Progress(1, total, "predicted memory"))
-    found.times = _times(
-        rehearsal, size, options, lambda rounds: progress(Progress(1 + rounds, total, "timed windows"))
+    measurements.times = _times(
+        trial, size, options, lambda rounds: progress(Progress(1 + rounds, total, "timed windows"))
     )
-    if found.noise is not None:
+    if measurements.noise is not None:
         return
     if coupled is not None:
-        found.noise_from = "not measured"
-        found.notes += (f"The noise scale was not measured, because samples influence each other: {coupled}",)
+        measurements.noise_from = "not measured"
+        measurements.notes += (
+            f"The noise scale was not measured, because samples influence each other: {coupled}",
+        )
         return
-    _measure_noise(found, rehearsal, updates, progress, total=total)
+    _measure_noise(measurements, trial, updates, progress, total=total)
 
 
-def _peak(rehearsal: Rehearsal, samples: int) -> int | None:
+def _peak(trial: TrialRun, samples: int) -> int | None:
     """Predict the bytes of an update of one micro-batch; None if they cannot be predicted."""
     try:
-        return rehearsal.predicted(predict_peak, samples).bytes
+        return trial.predicted(predict_peak, samples).bytes
     except PredictionError:
         return None
 
 
-def _times(rehearsal: Rehearsal, samples: int, options: Options, timed: Callable[[int], None]) -> Times:
+def _times(trial: TrialRun, samples: int, options: Options, timed: Callable[[int], None]) -> Times:
     """Return the times of a window: those of the options, else the lower quartile over `ROUNDS` windows."""
-    trainer, each, update, count = rehearsal.trainer(), list[float](), list[float](), 2
+    trainer, each, update, count = trial.trainer(), list[float](), list[float](), 2
     for number in range(ROUNDS):
-        micro, rest = trainer.time(rehearsal.window_of(samples, count=count))
+        micro, rest = trainer.time(trial.window_of(samples, count=count))
         each.append(micro)
         update.append(rest)
         if number == 1:  # the first window is a warm-up
@@ -169,20 +171,22 @@ def _times(rehearsal: Rehearsal, samples: int, options: Options, timed: Callable
         microbatch=time_per_sample(each) if given[0] is None else given[0],
         update=time_per_sample(update) if given[1] is None else given[1],
         all_reduce=options.all_reduce_seconds or 0.0,
-        source=f"measured on {rehearsal.device}" if None in given else "given",
+        source=f"measured on {trial.device}" if None in given else "given",
     )
 
 
-def _measure_noise(found: _Found, rehearsal: Rehearsal, updates: int, progress: Show, *, total: int) -> None:
+def _measure_noise(
+    measurements: _Measurements, trial: TrialRun, updates: int, progress: Show, *, total: int
+) -> None:
     """Train the recipe on its own batch until the updates are made or the time limit is over."""
-    recipe, options, name = rehearsal.recipe, found.options, rehearsal.optimizer
+    recipe, options, name = trial.recipe, measurements.options, trial.optimizer
     # A learning rate for another batch would not train this one.
     own = None if options.batch_stated else options.learning_rate
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = recipe.model(0).to(options.device)
     size = recipe.batch_size
-    noises = measured(
+    noises = losses_and_noise(
         recipe,
         model,
         recipe.optimizers[name](model.parameters(), own or recipe.learning_rates[name]),
@@ -195,41 +199,42 @@ def _measure_noise(found: _Found, rehearsal: Rehearsal, updates: int, progress: 
     )
     end = time.monotonic() + options.seconds
     for update, (_, noise) in enumerate(noises, start=1):
-        found.noise = noise
-        found.noise_from = f"measured over {update} updates of {size} samples"
+        measurements.noise = noise
+        measurements.noise_from = f"measured over {update} updates of {size} samples"
         progress(Progress(1 + ROUNDS + update, total, f"update {update}"))
         if time.monotonic() > end:
             return
 
 
-def _report(found: _Found, recipe: Recipe | None, start: float, *, partial: bool) -> Advice:
+def _report(measurements: _Measurements, recipe: Recipe | None, start: float, *, partial: bool) -> Advice:
     """Judge the measurements, and add what was run to the report."""
-    assert found.times is not None
-    noise = found.noise if isinstance(found.noise, NoiseRange) else noise_range(found.noise)
-    notes, models = found.notes, ()
-    if isinstance(found.noise, Noise):
-        models = found.noise.models
-        if found.noise.reason is not None:
-            notes += (f"The noise scale was not determined: {found.noise.reason}.",)
+    assert measurements.times is not None
+    measured = measurements.noise
+    noise = measured if isinstance(measured, NoiseRange) else noise_range(measured)
+    notes, models = measurements.notes, ()
+    if isinstance(measured, Noise):
+        models = measured.models
+        if measured.reason is not None:
+            notes += (f"The noise scale was not determined: {measured.reason}.",)
     made_with = versions(torch=torch.__version__)
     report = judge(
-        microbatch_size=found.question.microbatch_size,
-        accumulation_steps=found.question.accumulation_steps,
+        microbatch_size=measurements.window.microbatch_size,
+        accumulation_steps=measurements.window.accumulation_steps,
         noise=noise,
         models=models,
-        times=found.times,
-        ranks=found.options.ranks,
-        noise_from=found.noise_from,
-        alternative=_alternative(found, recipe, noise),
-        parameters=found.parameters,
-        limit=found.limit,
-        peak=found.peak,
-        whole=found.whole,
+        times=measurements.times,
+        ranks=measurements.options.ranks,
+        noise_from=measurements.noise_from,
+        alternative=_alternative(measurements, recipe, noise),
+        parameters=measurements.parameters,
+        limit=measurements.limit,
+        peak=measurements.peak,
+        whole=measurements.whole,
     )
     return replace(
         report,
         versions={**made_with, "platform": f"{made_with['platform']}, {os.cpu_count()} cores"},
-        command=found.command,
+        command=measurements.command,
         notes=notes,
         recipe=None if recipe is None else recipe.name,
         seconds=time.monotonic() - start,
@@ -237,9 +242,9 @@ def _report(found: _Found, recipe: Recipe | None, start: float, *, partial: bool
     )
 
 
-def _alternative(found: _Found, recipe: Recipe | None, noise: NoiseRange) -> Scaling | None:
+def _alternative(measurements: _Measurements, recipe: Recipe | None, noise: NoiseRange) -> Scaling | None:
     """Return the optimizer's settings without accumulation, by `rescale`; None if they are not known."""
-    options = found.options
+    options = measurements.options
     name, rate, factories = options.optimizer or "adamw", options.learning_rate, OPTIMIZERS
     if recipe is not None:
         name, factories = offered_optimizer(recipe, options.optimizer), recipe.optimizers
@@ -248,8 +253,8 @@ def _alternative(found: _Found, recipe: Recipe | None, noise: NoiseRange) -> Sca
         return None
     check_choice("optimizer", name, factories)
     optimizer = factories[name]([torch.nn.Parameter(torch.zeros(1))], rate)
-    batch = found.question.microbatch_size * options.ranks
-    large = found.question.accumulation_steps * batch
+    batch = measurements.window.microbatch_size * options.ranks
+    large = measurements.window.accumulation_steps * batch
     scale = noise.value or None
     try:
         # Values of the options are for the recipe's batch, unless the options state the batch to judge.

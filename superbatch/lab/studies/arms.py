@@ -1,4 +1,4 @@
-"""The arms of a comparison on torch: each is a way to make one update from one batch.
+"""The arms of a comparison on torch: each is a method of making one update from one batch.
 
 The claims of the arms:
 
@@ -27,11 +27,11 @@ from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm
 from superbatch.window import Window
 
 from ..recipes import Recipe
-from .setting import WRONG, ArmPlan, Split, Way
+from .setting import WRONG, ArmSpec, Method, Split
 
 # Makes one update from a batch and returns the batch's mean loss before the update.
 UpdateFunction = Callable[[Any], float]
-HOW: Mapping[Way, str] = {
+HOW: Mapping[Method, str] = {
     "real batch": "the whole batch at once, plain PyTorch",
     "accumulator": "superbatch.torch.Accumulator",
     "plain accumulation": "micro-batches one by one, weighted by their samples, although these are coupled",
@@ -40,14 +40,14 @@ HOW: Mapping[Way, str] = {
 
 
 def update_function(
-    arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
+    arm: ArmSpec, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> UpdateFunction:
     """Return the function that makes an arm's updates."""
-    if arm.way in ("real batch", "again", "another batch"):
+    if arm.method in ("real batch", "again", "another batch"):
         return plain_update(recipe, model, optimizer)
-    if arm.way not in ("accumulator", "plain accumulation"):
+    if arm.method not in ("accumulator", "plain accumulation"):
         return _wrong(arm, recipe, model, optimizer)
-    plain, split = arm.way == "plain accumulation", arm.split
+    plain, split = arm.method == "plain accumulation", arm.split
     recipe = without_coupling(recipe) if plain else recipe
     make_update = accumulator_of(split, recipe, model, optimizer, check=not plain)
     if split.equal:
@@ -103,7 +103,7 @@ def accumulator_of(
 
 
 def _wrong(
-    arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
+    arm: ArmSpec, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> UpdateFunction:
     """Return a function that makes updates with a wrong divisor."""
     loss_fn = recipe.loss_fn(model)
@@ -115,9 +115,9 @@ def _wrong(
         weights = [_weight(recipe, loss_fn, microbatch) for microbatch in microbatches]
         total, reported = sum(weights), 0.0
         for microbatch, weight in zip(microbatches, weights, strict=True):
-            if arm.way == "missing 1/K":
+            if arm.method == "missing 1/K":
                 scale = 1.0
-            elif arm.way == "mean of means":
+            elif arm.method == "mean of means":
                 scale = 1 / len(microbatches)
             else:  # right in a full window; too small in a shorter one
                 scale = weight / total * len(microbatches) / full_window
@@ -177,7 +177,7 @@ def accumulator(
     )
 
 
-def measured(
+def losses_and_noise(
     recipe: Recipe,
     model: nn.Module,
     optimizer: Any,

@@ -24,7 +24,7 @@ from superbatch.errors import InputError
 
 from ..recipes import Recipe
 from ..report.comparison import Run
-from .setting import ArmPlan, Setting, Tick, Way, curve_updates
+from .setting import ArmSpec, Method, Setting, Tick, curve_updates
 
 # Backend -> packages that it needs. The extra that installs them has the backend's name.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -63,8 +63,8 @@ class Backend:
     check: Callable[[Setting], None] = lambda setting: None  # raises InputError for a setting it cannot train
     train: TrainArms
     # Peak of the bytes that one update of an arm allocates; None if it is not known.
-    peak_of_update: Callable[[Recipe, Setting, ArmPlan], int | None] = lambda recipe, setting, arm: None
-    how: Mapping[Way, str]  # description of each way that it offers
+    peak_of_update: Callable[[Recipe, Setting, ArmSpec], int | None] = lambda recipe, setting, arm: None
+    how: Mapping[Method, str]  # description of each method that it offers
     versions: Callable[[], dict[str, str]]  # package -> version
     # A context with this many threads; by default the number is not changed.
     threads: Callable[[int], AbstractContextManager[None]] = lambda count: nullcontext()

@@ -18,8 +18,8 @@ from ..report.comparison import TOLERANCES, Arm, Comparison, Run
 from .backends import Backend, check_backend, load_backend, train_seed
 from .checks import check_choice, check_counts, check_positive, check_workers, optimizer_and_rate
 from .options import CompareOptions as Options
-from .setting import ArmPlan, Setting, Split, curve_updates, parse_split, splits_of
-from .shared_options import Interrupted, Show, origin, silent
+from .setting import ArmSpec, Setting, Split, curve_updates, parse_split, splits_of
+from .shared_options import Interrupted, Show, report_fields, silent
 from .statistics import limits_of, smallest_gap, summarise, tost_paired, tost_welch
 from .workers import Receiver, train_seeds
 
@@ -31,11 +31,11 @@ PAIRED = (
     "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order. The Welch "
     "test treats the arms as independent groups."
 )
-COUPLED = (
+BATCHNORM_COUPLES = (
     "This model has BatchNorm, which normalises by the samples of a micro-batch, not of the batch: these "
     "arms do not claim to give the real batch's weights."
 )
-BESIDE = (
+PLAIN_ACCUMULATION = (
     "The samples of a batch are coupled. Arms that are named by their split alone compute the loss of the "
     "whole batch (WholeBatch). Plain accumulation computes that of each micro-batch, which is another "
     "objective, and does not claim to give the real batch's weights."
@@ -52,8 +52,8 @@ def compare(recipe: str | Recipe, options: Options = DEFAULTS, *, progress: Show
     start = time.monotonic()
     _check(recipe, options)
     backend = load_backend(options.backend)
-    loaded = backend.load(recipe, options.data) if isinstance(recipe, str) else recipe
-    setting = settle(loaded, options)
+    task = backend.load(recipe, options.data) if isinstance(recipe, str) else recipe
+    setting = setting_from(task, options)
     backend.check(setting)
     seeds = range(options.runs)
     peaks: list[int | None] = [None] * len(setting.arms)
@@ -61,17 +61,17 @@ def compare(recipe: str | Recipe, options: Options = DEFAULTS, *, progress: Show
     receiver = Receiver([arm.name for arm in setting.arms], total, progress, lambda run: run.metric)
 
     def report(*, partial: bool) -> Comparison:
-        margin = options.margin or loaded.margin
+        margin = options.margin or task.margin
         arms = tuple(
-            arm_report(arm, loaded, setting, backend, runs, receiver.runs[0], peak, margin)
+            arm_report(arm, task, setting, backend, runs, receiver.runs[0], peak, margin)
             for arm, runs, peak in zip(setting.arms, receiver.runs, peaks, strict=True)
         )
         return Comparison(
-            **origin(loaded, options, start, partial=partial, **backend.versions()),
+            **report_fields(task, options, start, partial=partial, **backend.versions()),
             backend=backend.title,
-            statement=loaded.statement,
-            metric=loaded.metric,
-            unit=loaded.unit,
+            statement=task.statement,
+            metric=task.metric,
+            unit=task.unit,
             dtype=setting.dtype,
             optimizer=setting.optimizer,
             learning_rate=setting.learning_rate,
@@ -88,15 +88,15 @@ def compare(recipe: str | Recipe, options: Options = DEFAULTS, *, progress: Show
     try:
         with backend.threads(options.threads):
             for index, arm in enumerate(setting.arms):
-                peaks[index] = backend.peak_of_update(loaded, setting, arm)
+                peaks[index] = backend.peak_of_update(task, setting, arm)
             train = partial(train_seed, setting=setting)
-            train_seeds(recipe, loaded, train, seeds, receiver, options=options, backend=options.backend)
+            train_seeds(recipe, task, train, seeds, receiver, options=options, backend=options.backend)
     except KeyboardInterrupt:
         raise Interrupted(report(partial=True)) from None
     return report(partial=False)
 
 
-def settle(recipe: Recipe, options: Options) -> Setting:
+def setting_from(recipe: Recipe, options: Options) -> Setting:
     """Return the setting of a comparison: the options, with the recipe's values for those that are None."""
     splits = splits_of(recipe, options.splits, options.batch_size)
     size = sum(splits[0].sizes)
@@ -122,8 +122,8 @@ def settle(recipe: Recipe, options: Options) -> Setting:
     )
 
 
-def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> list[ArmPlan]:
-    """Return the arms: the real batch, each split, and with `include_wrong` two wrong ways."""
+def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> list[ArmSpec]:
+    """Return the arms: the real batch, each split, and with `include_wrong` two wrong methods."""
     size = sum(splits[0].sizes)
     parts = [split for split in splits if len(split.sizes) > 1]
     if not parts:
@@ -131,20 +131,20 @@ def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> li
             f"The only split is the batch of {size} samples itself, so there is nothing to compare. Add a "
             "split, such as 5x20 of a batch of 100."
         )
-    wrong: list[ArmPlan] = []
+    wrong: list[ArmSpec] = []
     if include_wrong:
         # A mean of means is wrong if the micro-batches have different weights: different sizes, or a
         # weight of the recipe, which differs in any split.
         unequal = next((split for split in parts if not split.equal), _uneven(size))
         uneven = unequal if recipe.weight is None else parts[0]
         equal = next((split for split in parts if split.equal), parse_split(f"{size}x1"))
-        wrong = [ArmPlan(uneven, "mean of means", "wrong"), ArmPlan(equal, "fixed tail divisor", "wrong")]
+        wrong = [ArmSpec(uneven, "mean of means", "wrong"), ArmSpec(equal, "fixed tail divisor", "wrong")]
         parts = list(dict.fromkeys([*parts, uneven, equal]))
     coupled = recipe.coupled == "exact"
     claim = "exact" if coupled or recipe.batchnorm == "error" else "inexact"
-    real = ArmPlan(parse_split(f"1x{size}"), "real batch", "real")
-    plain = [ArmPlan(split, "plain accumulation", "inexact") for split in parts if coupled]
-    return [real, *(ArmPlan(split, "accumulator", claim) for split in parts), *plain, *wrong]
+    real = ArmSpec(parse_split(f"1x{size}"), "real batch", "real")
+    plain = [ArmSpec(split, "plain accumulation", "inexact") for split in parts if coupled]
+    return [real, *(ArmSpec(split, "accumulator", claim) for split in parts), *plain, *wrong]
 
 
 def _uneven(size: int) -> Split:
@@ -165,7 +165,7 @@ def _check(recipe: str | Recipe, options: Options) -> None:
 
 
 def arm_report(
-    arm: ArmPlan,
+    arm: ArmSpec,
     recipe: Recipe,
     setting: Setting,
     backend: Backend,
@@ -183,8 +183,8 @@ def arm_report(
     of_seed = {run.seed: run.metric for run in real}
     pairs = [run.metric - of_seed[run.seed] for run in runs if run.seed in of_seed]
     compared, step = arm.claim != "real", recipe.metric_step
-    how = backend.how[arm.way]
-    if arm.way == "accumulator" and recipe.coupled == "exact":
+    how = backend.how[arm.method]
+    if arm.method == "accumulator" and recipe.coupled == "exact":
         how = "superbatch.torch.WholeBatch"
     elif arm.claim == "inexact" and recipe.batchnorm != "error":
         how += f", participants=[{BATCHNORM[recipe.batchnorm]}]"
@@ -222,7 +222,7 @@ def notes_on(arms: Sequence[Arm], setting: Setting, backend: Backend, workers: i
         notes.append(ROUNDING)
     claims = {arm.claim for arm in arms}
     if "inexact" in claims:
-        notes.append(BESIDE if "exact" in claims else COUPLED)
+        notes.append(PLAIN_ACCUMULATION if "exact" in claims else BATCHNORM_COUPLES)
     if setting.tail is not None:
         notes.append(
             f"In every arm some batches have {setting.tail} samples instead of {setting.batch_size}, as at "

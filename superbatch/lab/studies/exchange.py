@@ -22,14 +22,14 @@ from superbatch.torch.window.sync.sync import Sync
 from superbatch.tuning.search import time_per_sample
 
 from ..recipes import Recipe
-from .advise_question import question
+from .advise_options import window_to_judge
 from .options import AdviseOptions as Options
-from .shared_options import loaded
+from .shared_options import resolve_recipe
 
 ROUNDS = 20  # exchanges that are timed
 
 
-def started_on() -> tuple[int, int]:
+def rank_and_count() -> tuple[int, int]:
     """Return this process's rank and the number of ranks, as torchrun sets them; by default ``(0, 1)``."""
     # A batch system may set RANK and WORLD_SIZE for a single process, too, but not MASTER_ADDR.
     if "MASTER_ADDR" not in os.environ:
@@ -53,9 +53,9 @@ def check_ranks(stated: int, count: int) -> int:
     return stated if count == 1 else count
 
 
-def exchanged(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...]]:
+def with_exchange_time(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...]]:
     """Return the options with the time of the exchange, measured if it is not given, and notes on it."""
-    count = started_on()[1]
+    count = rank_and_count()[1]
     if options.all_reduce_seconds is not None or options.ranks == 1:
         return options, ()
     if count == 1:
@@ -74,12 +74,12 @@ def exchanged(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...
     return replace(options, all_reduce_seconds=seconds), (note,)
 
 
-def take_part(recipe: str, options: Options) -> None:
+def measure_as_other_rank(recipe: str, options: Options) -> None:
     """Run the part of a rank other than the first: exchange gradients as often as the first rank does."""
-    task = loaded(recipe, options)
-    options = replace(options, ranks=check_ranks(options.ranks, started_on()[1]))
-    question(task, options)  # raises if it raises on the first rank, so that no rank waits for another
-    exchanged(task, options)
+    task = resolve_recipe(recipe, options)
+    options = replace(options, ranks=check_ranks(options.ranks, rank_and_count()[1]))
+    window_to_judge(task, options)  # raises if it raises on the first rank, so that no rank waits for another
+    with_exchange_time(task, options)
 
 
 def exchange_seconds(model: nn.Module, sync: Sync) -> float:

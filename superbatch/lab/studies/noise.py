@@ -24,14 +24,14 @@ from superbatch.tuning.noise_range import NoiseRange, noise_range_of
 
 from ..recipes import Recipe
 from ..report.noise_study import NoiseAt, NoiseStudy
-from .arms import measured
+from .arms import losses_and_noise
 from .checks import check_counts, optimizer_and_rate
 from .fit import busy
 from .on_torch import torch_threads
 from .options import NoiseOptions as Options
-from .rehearsal import prepare
-from .shared_options import Interrupted, Progress, Show, loaded, origin, silent
+from .shared_options import Interrupted, Progress, Show, report_fields, resolve_recipe, silent
 from .study_common import stream
+from .trial_run import prepare_trial
 
 POINTS = 40  # points of the run, at most
 MICROBATCHES = 8  # micro-batches of a window by default
@@ -45,19 +45,19 @@ DEFAULTS = Options()
 def noise(recipe: str | Recipe, options: Options = DEFAULTS, *, progress: Show = silent) -> NoiseStudy:
     """Train a recipe while measuring the noise scale of its gradient."""
     start = time.monotonic()
-    work = _Work(loaded(recipe, options), options)
+    noise_run = _NoiseRun(resolve_recipe(recipe, options), options)
     with torch_threads(options.threads or torch.get_num_threads()), torch.random.fork_rng():
         try:
-            work.train(progress)
-            work.measure_times()
+            noise_run.train(progress)
+            noise_run.measure_times()
         except KeyboardInterrupt:
-            if not work.points:
+            if not noise_run.points:
                 raise
-            raise Interrupted(work.report(start, partial=True)) from None
-        return work.report(start, partial=False)
+            raise Interrupted(noise_run.report(start, partial=True)) from None
+        return noise_run.report(start, partial=False)
 
 
-class _Work:
+class _NoiseRun:
     """The training and the timing, with the results so far."""
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
@@ -76,7 +76,7 @@ class _Work:
         updates = self.options.updates or recipe.updates
         model = recipe.model(seed)
         torch.manual_seed(seed)
-        trained = measured(
+        trained = losses_and_noise(
             recipe,
             model,
             recipe.optimizers[self.optimizer](model.parameters(), self.rate),
@@ -110,11 +110,11 @@ class _Work:
 
     def measure_times(self) -> None:
         """Measure the median times of a micro-batch and of an update."""
-        rehearsal = prepare(
+        trial = prepare_trial(
             self.recipe, optimizer=self.optimizer, dtype="float32", device="cpu", samples=self.batch_size
         )
-        trainer = rehearsal.trainer()
-        window = rehearsal.window_of(self.size, count=max(2, self.batch_size // self.size))
+        trainer = trial.trainer()
+        window = trial.window_of(self.size, count=max(2, self.batch_size // self.size))
         times = [trainer.time(window) for _ in range(WARM_UP + TIMED_WINDOWS)][WARM_UP:]
         self.microbatch_seconds, self.update_seconds = map(statistics.median, zip(*times, strict=True))
 
@@ -137,7 +137,7 @@ class _Work:
         times = Times(microbatch=self.microbatch_seconds, update=self.update_seconds)
         counts = [1 << power for power in range(MOST_STEPS.bit_length())] if self.microbatch_seconds else []
         return NoiseStudy(
-            **origin(self.recipe, self.options, start, partial=partial, torch=torch.__version__),
+            **report_fields(self.recipe, self.options, start, partial=partial, torch=torch.__version__),
             optimizer=self.optimizer,
             learning_rate=self.rate,
             batch_size=self.batch_size,

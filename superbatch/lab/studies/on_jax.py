@@ -18,7 +18,7 @@ from superbatch.jax import value_and_grad
 from ..recipes import Recipe
 from ..recipes.digits_data import digits_elsewhere
 from .backends import Backend
-from .setting import WRONG, ArmPlan, Setting, Way
+from .setting import WRONG, ArmSpec, Method, Setting
 from .without_torch import Steps, trainer
 
 OPTIMIZERS: Mapping[str, Callable[[float], Any]] = {
@@ -27,7 +27,7 @@ OPTIMIZERS: Mapping[str, Callable[[float], Any]] = {
     "adam": optax.adam,
     "adamw": partial(optax.adamw, weight_decay=0.01),  # torch's default
 }
-HOW: Mapping[Way, str] = {
+HOW: Mapping[Method, str] = {
     "real batch": "the whole batch at once, jax.value_and_grad",
     "accumulator": "superbatch.jax.value_and_grad",
     **WRONG,
@@ -51,14 +51,14 @@ def mean_loss(weights: Any, batch: Any) -> Any:
     return losses_of(weights, *batch).mean()
 
 
-def gradient_function(arm: ArmPlan, samples: int) -> Callable[[Any, Any], Any]:
+def gradient_function(arm: ArmSpec, samples: int) -> Callable[[Any, Any], Any]:
     """Return the function (weights, batch) -> (loss, gradient) of an arm."""
-    if arm.way == "real batch":
+    if arm.method == "real batch":
         return jax.value_and_grad(mean_loss)
     if arm.split.equal:
         size = arm.split.sizes[0]
         right = value_and_grad(mean_loss, microbatch_size=size, check=False)
-        if arm.way == "accumulator":
+        if arm.method == "accumulator":
             return right
         share = len(arm.split.sizes_of(samples)) / len(arm.split.sizes)
 
@@ -67,16 +67,16 @@ def gradient_function(arm: ArmPlan, samples: int) -> Callable[[Any, Any], Any]:
             return loss, jax.tree.map(lambda leaf: share * leaf, gradient)
 
         return scaled
-    if arm.way == "accumulator":
+    if arm.method == "accumulator":
         return value_and_grad(_mean_of_parts, microbatch_size=1, weight=_count, check=False)
     # Each micro-batch has the weight of one row, whatever its samples; the check would refuse that.
     unweighted = value_and_grad(_mean_of_parts, microbatch_size=1, check=False)
     return lambda weights, batch: (_mean_of_parts(weights, batch), unweighted(weights, batch)[1])
 
 
-def prepared(arm: ArmPlan, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
+def prepared(arm: ArmSpec, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return a batch in the layout of an arm: unequal micro-batches are padded, with a mask of real rows."""
-    if arm.way == "real batch" or arm.split.equal:
+    if arm.method == "real batch" or arm.split.equal:
         return images, labels
     sizes = arm.split.sizes_of(len(labels))
     real = np.arange(max(sizes)) < np.array(sizes)[:, None]
@@ -88,7 +88,7 @@ def prepared(arm: ArmPlan, images: np.ndarray, labels: np.ndarray) -> tuple[np.n
 
 @partial(jax.jit, static_argnames=("arm", "optimizer", "learning_rate"))
 def update(
-    weights: Any, state: Any, batch: Any, *, arm: ArmPlan, optimizer: str, learning_rate: float
+    weights: Any, state: Any, batch: Any, *, arm: ArmSpec, optimizer: str, learning_rate: float
 ) -> Any:
     """Make one update. It is compiled once for each arm, batch size and dtype."""
     loss, gradient = gradient_function(arm, len(batch[1]))(weights, batch)
@@ -96,7 +96,7 @@ def update(
     return optax.apply_updates(weights, changes), state, loss
 
 
-def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
+def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmSpec) -> int:
     """Return the bytes of temporary memory that the compiled update of an arm needs."""
     with jax.enable_x64(setting.dtype == "float64"):
         weights, state = _initial(recipe, setting, 0)
@@ -106,7 +106,7 @@ def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
         return compiled.memory_analysis().temp_size_in_bytes
 
 
-def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
+def _begin(recipe: Recipe, setting: Setting, arm: ArmSpec, seed: int) -> Steps:
     static = _static(setting, arm)
     weights, state = _initial(recipe, setting, seed)
 
@@ -124,11 +124,11 @@ def _initial(recipe: Recipe, setting: Setting, seed: int) -> tuple[Any, Any]:
     return weights, OPTIMIZERS[setting.optimizer](setting.learning_rate).init(weights)
 
 
-def _static(setting: Setting, arm: ArmPlan) -> dict[str, Any]:
+def _static(setting: Setting, arm: ArmSpec) -> dict[str, Any]:
     return {"arm": arm, "optimizer": setting.optimizer, "learning_rate": setting.learning_rate}
 
 
-def _batch(recipe: Recipe, indices: Any, setting: Setting, arm: ArmPlan) -> Any:
+def _batch(recipe: Recipe, indices: Any, setting: Setting, arm: ArmSpec) -> Any:
     images, labels = recipe.batch(indices)
     ready = prepared(arm, images.astype(setting.dtype), labels.astype(np.int32))
     return tuple(map(jnp.asarray, ready))

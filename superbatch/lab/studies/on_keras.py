@@ -20,11 +20,11 @@ from superbatch.keras import accumulate
 from ..recipes import Recipe
 from ..recipes.digits_data import digits_elsewhere, initial_weights
 from .backends import Backend
-from .setting import ArmPlan, Setting, Way
+from .setting import ArmSpec, Method, Setting
 from .without_torch import Steps, optimizers_of, restore, trainer
 
 OPTIMIZERS = optimizers_of(keras)
-HOW: Mapping[Way, str] = {
+HOW: Mapping[Method, str] = {
     "real batch": "the whole batch at once, Keras' own train step",
     "accumulator": "superbatch.keras.accumulate",
 }
@@ -75,7 +75,7 @@ def program(microbatch_size: int | None, optimizer: str, learning_rate: float, d
 
 
 def check(setting: Setting) -> None:
-    """Raise `InputError` for wrong ways, uneven micro-batches, and float64 on torch."""
+    """Raise `InputError` for wrong methods, uneven micro-batches, and float64 on torch."""
     if setting.tail is not None:
         raise InputError(
             "backend='keras' with include_wrong: the wrong methods are hand-written loops; Keras makes the "
@@ -95,8 +95,8 @@ def check(setting: Setting) -> None:
             )
 
 
-def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
-    size = None if arm.way == "real batch" else arm.split.sizes[0]
+def _begin(recipe: Recipe, setting: Setting, arm: ArmSpec, seed: int) -> Steps:
+    size = None if arm.method == "real batch" else arm.split.sizes[0]
     of_arm = program(size, setting.optimizer, setting.learning_rate, setting.dtype)
 
     def prepare(indices: Any) -> tuple[Any, Any]:

@@ -19,11 +19,11 @@ from superbatch.tensorflow import Accumulator
 from ..recipes import Recipe
 from ..recipes.digits_data import digits_elsewhere, initial_weights
 from .backends import Backend
-from .setting import WRONG, ArmPlan, Setting, Way
+from .setting import WRONG, ArmSpec, Method, Setting
 from .without_torch import Steps, optimizers_of, restore, trainer
 
 OPTIMIZERS = optimizers_of(tf.keras)
-HOW: Mapping[Way, str] = {
+HOW: Mapping[Method, str] = {
     "real batch": "the whole batch at once, tf.GradientTape",
     "accumulator": "superbatch.tensorflow.Accumulator",
     **WRONG,
@@ -33,7 +33,7 @@ MEMORY = "Peak memory is left out: TensorFlow does not report the allocations of
 
 @dataclass(frozen=True)
 class Program:
-    """Program that makes the updates of one way. It is traced once and used for all runs."""
+    """Program that makes the updates of one method. It is traced once and used for all runs."""
 
     weights: dict[str, Any]  # name -> variable
     optimizer: Any  # of these variables
@@ -56,13 +56,13 @@ def mean_loss(weights: Mapping[str, Any], images: Any, labels: Any) -> Any:
 
 
 @cache
-def program(way: Way, optimizer: str, learning_rate: float, dtype: str) -> Program:
-    """Return the program of a way, with new variables and optimizer."""
+def program(method: Method, optimizer: str, learning_rate: float, dtype: str) -> Program:
+    """Return the program of a method, with new variables and optimizer."""
     weights = {name: tf.Variable(tf.cast(values, dtype)) for name, values in initial_weights(0).items()}
     # Keras rounds a learning rate given as a number to float32, but not one that a function returns.
     rule = OPTIMIZERS[optimizer](learning_rate=lambda: tf.constant(learning_rate, dtype))
     rule.build(list(weights.values()))
-    make = _whole if way == "real batch" else partial(_in_parts, way=way)
+    make = _whole if method == "real batch" else partial(_in_parts, method=method)
     shapes = [
         tf.TensorSpec([None, 64], dtype),
         tf.TensorSpec([None], tf.int32),
@@ -86,8 +86,8 @@ def _whole(weights: dict[str, Any], optimizer: Any) -> Callable[..., Any]:
     return update
 
 
-def _in_parts(weights: dict[str, Any], optimizer: Any, *, way: Way) -> Callable[..., Any]:
-    """Return the function that makes an update from micro-batches, with the weights of the way."""
+def _in_parts(weights: dict[str, Any], optimizer: Any, *, method: Method) -> Callable[..., Any]:
+    """Return the function that makes an update from micro-batches, with the weights of the method."""
     variables = list(weights.values())
     accumulator = Accumulator(variables)
 
@@ -99,9 +99,9 @@ def _in_parts(weights: dict[str, Any], optimizer: Any, *, way: Way) -> Callable[
             with tf.GradientTape() as tape:
                 loss = mean_loss(weights, images[rows], labels[rows])
             gradients = tape.gradient(loss, variables)
-            if way == "fixed tail divisor":
+            if method == "fixed tail divisor":
                 gradients = [share * gradient for gradient in gradients]
-            accumulator.add(gradients, weight=tf.ones_like(count) if way == "mean of means" else count)
+            accumulator.add(gradients, weight=tf.ones_like(count) if method == "mean of means" else count)
             total += loss * tf.cast(count, loss.dtype)
         accumulator.apply(optimizer)
         return total / tf.cast(ends[-1], total.dtype)
@@ -109,8 +109,8 @@ def _in_parts(weights: dict[str, Any], optimizer: Any, *, way: Way) -> Callable[
     return update
 
 
-def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
-    of_arm = program(arm.way, setting.optimizer, setting.learning_rate, setting.dtype)
+def _begin(recipe: Recipe, setting: Setting, arm: ArmSpec, seed: int) -> Steps:
+    of_arm = program(arm.method, setting.optimizer, setting.learning_rate, setting.dtype)
     of_arm.begin(seed)
     return Steps(
         lambda indices: _arguments(recipe, setting, arm, indices),
@@ -119,7 +119,7 @@ def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
     )
 
 
-def _arguments(recipe: Recipe, setting: Setting, arm: ArmPlan, indices: Any) -> tuple[Any, ...]:
+def _arguments(recipe: Recipe, setting: Setting, arm: ArmSpec, indices: Any) -> tuple[Any, ...]:
     images, labels = recipe.batch(indices)
     sizes = arm.split.sizes_of(len(labels))
     return (

@@ -1,4 +1,4 @@
-"""Backend torch of a comparison: any recipe, and every way of `superbatch.lab.studies.arms`."""
+"""Backend torch of a comparison: any recipe, and every method of `superbatch.lab.studies.arms`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from superbatch.torch.memory.meter import peak_bytes
 from ..recipes import Recipe, load_recipe
 from .arms import HOW, update_function
 from .backends import Backend, Trained, timed
-from .setting import ArmPlan, Setting, Tick, batches
+from .setting import ArmSpec, Setting, Tick, batches
 
 
 def orders(samples: int, setting: Setting, seed: int) -> Iterator[Tensor]:
@@ -47,7 +47,7 @@ def train(recipe: Recipe, setting: Setting, seed: int, tick: Tick) -> Iterator[T
         )
 
 
-def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
+def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmSpec) -> int:
     """Measure the peak of memory that one update of an arm allocates, on a model of its own.
 
     The first update is not measured: it creates the optimizer's state and runs the accumulator's checks. So a

@@ -12,8 +12,8 @@ from collections.abc import Callable
 SECONDS, PILOT = 40.0, 15.0
 
 
-def affordable(cost: Callable[[int], float], *, least: int, most: int, turns: int) -> tuple[int, bool]:
-    """Return the largest length with which `turns` runs take at most `SECONDS`, and True if one exists.
+def affordable(cost: Callable[[int], float], *, least: int, most: int, runs: int) -> tuple[int, bool]:
+    """Return the largest length with which `runs` runs take at most `SECONDS`, and True if one exists.
 
     `cost` takes a length in samples or updates, makes one run, and returns its seconds. The length is between
     `least` and `most`; if `least` takes too long, it is returned with False.
@@ -29,7 +29,7 @@ def affordable(cost: Callable[[int], float], *, least: int, most: int, turns: in
         second = cost(2 * least)
         each = max(second - first, second / 20) / least  # at least 5 %: the difference may be noise
         fixed = max(0.0, first - each * least)
-    budget = SECONDS / turns
+    budget = SECONDS / runs
     fitting = (budget - fixed) / each
     return round(min(most, max(least, fitting))), fitting >= least
 

@@ -17,15 +17,15 @@ from ..recipes import Recipe
 
 CURVE_POINTS = 50
 TAILS_IN_A_RUN = 10  # short last batches of a run, at least, so that even a short run shows their effect
-# How an arm makes its updates.
-Way = (
+# Method by which an arm makes its updates.
+Method = (
     Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
     | Literal["again", "missing 1/K", "another batch"]  # of surveys only
 )
-NAMED_BY_SPLIT = ("real batch", "accumulator", "another batch")  # ways that an arm's name leaves out
+NAMED_BY_SPLIT = ("real batch", "accumulator", "another batch")  # methods that an arm's name leaves out
 Tick = Callable[[int], None]  # called with the micro-batches, or other units of work, since the last call
-# Descriptions of the wrong ways.
-WRONG: Mapping[Way, str] = {
+# Descriptions of the wrong methods.
+WRONG: Mapping[Method, str] = {
     "mean of means": "wrong: each micro-batch's mean counts 1/K, whatever its weight",
     "fixed tail divisor": "wrong: divides a shorter window, too, by the K of a full window",
 }
@@ -56,17 +56,17 @@ class Split:
 
 
 @dataclass(frozen=True)
-class ArmPlan:
-    """Plan of an arm: a split, and the way to make updates with it."""
+class ArmSpec:
+    """Specification of an arm: a split, and the method of making updates with it."""
 
     split: Split
-    way: Way
+    method: Method
     claim: Any  # the report's `Claim` (in surveys `SurveyClaim`) that the arm makes of its updates
 
     @property
     def name(self) -> str:
-        """Name of the arm: the split, and the way unless it is in `NAMED_BY_SPLIT`."""
-        return self.split.name if self.way in NAMED_BY_SPLIT else f"{self.split.name} {self.way}"
+        """Name of the arm: the split, and the method unless it is in `NAMED_BY_SPLIT`."""
+        return self.split.name if self.method in NAMED_BY_SPLIT else f"{self.split.name} {self.method}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Setting:
     batch_size: int  # samples of one update
     optimizer: str  # one of the recipe's
     learning_rate: float  # constant over the run
-    arms: tuple[ArmPlan, ...] = ()  # the real batch first
+    arms: tuple[ArmSpec, ...] = ()  # the real batch first
     tail: int | None = None  # samples of each epoch's short last batch; None: epochs are concatenated
     dtype: str = "float32"  # or "float64"; on torch any name of a dtype
     backend: str = "torch"  # framework that trains
@@ -96,12 +96,12 @@ def batches(draw: Callable[[], np.ndarray], samples: int, setting: Setting) -> I
     while left > 0:
         pending = np.concatenate([pending, draw()])
         full = len(pending) // size if tail is None else min((samples - tail) // size, often)
-        found = [pending[start : start + size] for start in range(0, full * size, size)]
+        cuts = [pending[start : start + size] for start in range(0, full * size, size)]
         if tail is not None:
-            found.append(pending[full * size : full * size + tail])
+            cuts.append(pending[full * size : full * size + tail])
         pending = pending[full * size :] if tail is None else pending[:0]
-        yield from found[:left]
-        left -= len(found)
+        yield from cuts[:left]
+        left -= len(cuts)
 
 
 def curve_updates(updates: int) -> tuple[int, ...]:

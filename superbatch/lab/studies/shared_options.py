@@ -37,7 +37,7 @@ class Interrupted(KeyboardInterrupt):
         self.report = report
 
 
-def asked(options: Any) -> dict[str, str]:
+def given_options(options: Any) -> dict[str, str]:
     """Return the options that are not None, as text."""
     values = {each.name: getattr(options, each.name) for each in fields(options)}
     if isinstance(values.get("splits"), Sequence) and not isinstance(values["splits"], str):
@@ -55,7 +55,9 @@ def versions(**frameworks: str) -> dict[str, str]:
     }
 
 
-def origin(recipe: Recipe, options: Any, start: float, *, partial: bool, **frameworks: str) -> dict[str, Any]:
+def report_fields(
+    recipe: Recipe, options: Any, start: float, *, partial: bool, **frameworks: str
+) -> dict[str, Any]:
     """Return the fields that all reports share. `start` is a value of ``time.monotonic()``."""
     return {
         "recipe": recipe.name,
@@ -63,10 +65,10 @@ def origin(recipe: Recipe, options: Any, start: float, *, partial: bool, **frame
         "seconds": time.monotonic() - start,
         "partial": partial,
         "versions": versions(**frameworks),
-        "command": asked(options),
+        "command": given_options(options),
     }
 
 
-def loaded(recipe: str | Recipe, options: Any) -> Recipe:
+def resolve_recipe(recipe: str | Recipe, options: Any) -> Recipe:
     """Return the recipe, loaded with the option `data` if it is given by name."""
     return load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe

@@ -29,19 +29,27 @@ from .catalogue import DOCUMENTATION, entry_of
 from .checks import check_counts, check_positive, check_workers
 from .on_torch import torch_threads
 from .options import StudyOptions as Options
-from .shared_options import Interrupted, Show, asked, origin, silent
+from .shared_options import Interrupted, Show, given_options, report_fields, silent
 from .statistics import limits_of
 from .workers import Receiver, Train, train_seeds
 
 # Options that only some studies take.
-SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance", "device")
+OPTIONS_OF_SOME_STUDIES = (
+    "samples",
+    "batch_size",
+    "learning_rate",
+    "optimizer",
+    "margin",
+    "tolerance",
+    "device",
+)
 TOO_FEW = "Too few runs were finished to conclude anything."
 
 DEFAULTS = Options()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class StudyConclusions:
     """Conclusions from the finished runs."""
 
     tests: Sequence[StudyTest | None]  # between arms; None where there were too few runs for a test
@@ -58,10 +66,10 @@ class Design:
     train: Train  # trains every arm from one seed
     ticks: int  # units of work of one seed
     quantities: tuple[Quantity, ...]  # columns of the table
-    headline: str  # the quantity that the progress shows
+    progress_quantity: str  # the quantity that the progress shows
     fixed: dict[str, str]  # what all runs share: name -> text
     notes: tuple[str, ...]  # what the study does not show, and what else a reader needs to know
-    find: Callable[[tuple[StudyArm, ...]], Findings]  # called with the arms and their runs, if any
+    conclude: Callable[[tuple[StudyArm, ...]], StudyConclusions]  # called with the arms and their runs
     curve_at: tuple[float, ...] = ()  # x values of the runs' curves
     samples: int = 0  # samples of a run, for ``--quick`` to reduce; 0: the length cannot be changed
     shortest: int = 0  # the fewest samples with which a run is meaningful
@@ -108,90 +116,99 @@ def seeds_of(name: str, options: Options) -> tuple[int, ...]:
     return tuple(range(entry.first_seed, entry.first_seed + runs))
 
 
-def loaded(recipe: str | Recipe, options: Options) -> Recipe:
+def recipe_for_study(recipe: str | Recipe, options: Options) -> Recipe:
     """Return the recipe, which must have the fields that studies need."""
-    found = shared_options.loaded(recipe, options)
-    found.require("evaluate", "metric", "margin", "learning_rates", by="superbatch study")
-    return found
+    resolved = shared_options.resolve_recipe(recipe, options)
+    resolved.require("evaluate", "metric", "margin", "learning_rates", by="superbatch study")
+    return resolved
 
 
 def run_design(
-    name: str, design: MakeDesign, recipe: str | Recipe, options: Options, progress: Show
+    name: str, make_design: MakeDesign, recipe: str | Recipe, options: Options, progress: Show
 ) -> Study:
     """Train all arms from all seeds, in this process or several, and make the report."""
     start = time.monotonic()
-    what = loaded(recipe, options)
+    task = recipe_for_study(recipe, options)
     seeds = seeds_of(name, options)
-    plan, notes = _designed(what, options, design, turns=turns_of(recipe, options, seeds))
+    design, notes = _shortened_design(
+        task, options, make_design, runs=seeds_per_process(recipe, options, seeds)
+    )
     receiver = Receiver(
-        [arm.name for arm in plan.arms],
-        len(seeds) * plan.ticks,
+        [arm.name for arm in design.arms],
+        len(seeds) * design.ticks,
         progress,
-        lambda run: run.values.get(plan.headline, math.nan),
+        lambda run: run.values.get(design.progress_quantity, math.nan),
     )
 
     def report(*, partial: bool) -> Study:
         arms = tuple(
             # Worker processes finish seeds in any order.
             replace(arm, runs=tuple(sorted(runs, key=lambda run: run.seed)))
-            for arm, runs in zip(plan.arms, receiver.runs, strict=True)
+            for arm, runs in zip(design.arms, receiver.runs, strict=True)
         )
-        found = plan.find(arms)
-        tests = tuple(test for test in found.tests if test is not None)
+        conclusions = design.conclude(arms)
+        tests = tuple(test for test in conclusions.tests if test is not None)
         return Study(
-            **origin(what, options, start, partial=partial, torch=torch.__version__),
+            **report_fields(task, options, start, partial=partial, torch=torch.__version__),
             name=name,
             question=entry_of(name).question,
-            setting=plan.fixed,
-            quantities=plan.quantities,
-            arms=tuple(replace(arm, facts={**arm.facts, **found.facts.get(arm.name, {})}) for arm in arms),
+            setting=design.fixed,
+            quantities=design.quantities,
+            arms=tuple(
+                replace(arm, facts={**arm.facts, **conclusions.facts.get(arm.name, {})}) for arm in arms
+            ),
             tests=tests,
-            conclusion=found.conclusion,
-            curve_at=plan.curve_at,
+            conclusion=conclusions.conclusion,
+            curve_at=design.curve_at,
             seeds=seeds,
-            notes=(*plan.notes, *limits_of(test.result for test in tests), *notes, reading(name)),
+            notes=(
+                *design.notes,
+                *limits_of(test.result for test in tests),
+                *notes,
+                documentation_note(name),
+            ),
         )
 
     try:
-        train_seeds(recipe, what, plan.train, seeds, receiver, options=options)
+        train_seeds(recipe, task, design.train, seeds, receiver, options=options)
     except KeyboardInterrupt:
         raise Interrupted(report(partial=True)) from None
     return report(partial=False)
 
 
-def turns_of(recipe: str | Recipe, options: Options, seeds: Sequence[int]) -> int:
+def seeds_per_process(recipe: str | Recipe, options: Options, seeds: Sequence[int]) -> int:
     """Return the number of seeds that one process trains, one after the other."""
     return math.ceil(len(seeds) / options.workers) if isinstance(recipe, str) else len(seeds)
 
 
-def _designed(
-    recipe: Recipe, options: Options, design: MakeDesign, *, turns: int
+def _shortened_design(
+    recipe: Recipe, options: Options, make_design: MakeDesign, *, runs: int
 ) -> tuple[Design, tuple[str, ...]]:
     """Make the design; with ``--quick`` reduce the samples of its runs to fit the time, and add a note."""
-    plan = design(recipe, options=options)
-    if not options.quick or options.samples is not None or not plan.samples:
-        return plan, ()
+    design = make_design(recipe, options=options)
+    if not options.quick or options.samples is not None or not design.samples:
+        return design, ()
 
     def cost(samples: int) -> float:
-        short = design(recipe, options=replace(options, samples=samples))
+        short = make_design(recipe, options=replace(options, samples=samples))
         return quick.seconds_of(lambda: list(short.train(recipe, seed=0, tick=lambda _: None)))
 
-    samples, fits = quick.affordable(cost, least=plan.shortest, most=plan.samples, turns=turns)
-    if samples == plan.samples:
-        return plan, ()
-    shorter = design(recipe, options=replace(options, samples=samples))
+    samples, fits = quick.affordable(cost, least=design.shortest, most=design.samples, runs=runs)
+    if samples == design.samples:
+        return design, ()
+    shorter = make_design(recipe, options=replace(options, samples=samples))
     return shorter, (quick.note(f"{samples:,} samples", fits=fits),)
 
 
-def options_for(kind: Callable[..., Any], options: Options, **own: Any) -> Any:
-    """Return options of another command: `own`, and the values of fields that a study's options also have."""
-    names = inspect.signature(kind).parameters.keys() & vars(options).keys() - own.keys()
-    return kind(**{name: getattr(options, name) for name in names}, **own)
+def options_for(kind: Callable[..., Any], options: Options, **values: Any) -> Any:
+    """Return options of another command: `values`, and for other fields those of the study's options."""
+    names = inspect.signature(kind).parameters.keys() & vars(options).keys() - values.keys()
+    return kind(**{name: getattr(options, name) for name in names}, **values)
 
 
-def as_study(name: str, report: Comparison | Surveys, options: Options, **own: Any) -> Study:
-    """Return the report of another command as a study; `own` has the fields that differ."""
-    notes = (*report.notes, *own.pop("notes", ()), reading(name))
+def as_study(name: str, report: Comparison | Surveys, options: Options, **fields: Any) -> Study:
+    """Return the report of another command as a study; `fields` has those that differ."""
+    notes = (*report.notes, *fields.pop("notes", ()), documentation_note(name))
     return Study(
         name=name,
         question=entry_of(name).question,
@@ -200,13 +217,13 @@ def as_study(name: str, report: Comparison | Surveys, options: Options, **own: A
         seconds=report.seconds,
         partial=report.partial,
         versions=report.versions,
-        command=asked(options),
+        command=given_options(options),
         notes=notes,
-        **own,
+        **fields,
     )
 
 
-def reading(name: str) -> str:
+def documentation_note(name: str) -> str:
     """Return the note that links to the study's section of the documentation."""
     return (
         f"How the numbers are measured, and what they do not show: {DOCUMENTATION}#{entry_of(name).section}"
@@ -216,7 +233,7 @@ def reading(name: str) -> str:
 def _check(name: str, recipe: str | Recipe, options: Options) -> None:
     """Raise `InputError` for an option that this study cannot use."""
     entry = entry_of(name)
-    given = [option for option in SELDOM if getattr(options, option) is not None]
+    given = [option for option in OPTIONS_OF_SOME_STUDIES if getattr(options, option) is not None]
     if useless := [option for option in given if option not in entry.takes]:
         raise InputError(
             f"The study {name!r} does not use {useless[0]}={getattr(options, useless[0])!r}. Leave it out; "

@@ -83,7 +83,7 @@ def smooth(losses: list[float], batch: int, half_life: float) -> list[float]:
     return (lfilter([1 - keep], [1, -keep], losses) / weights).tolist()
 
 
-def compared(
+def equivalence_test(
     first: StudyArm,
     second: StudyArm,
     quantity: str,

@@ -22,8 +22,8 @@ from ..recipes import COUPLED, Recipe
 from ..recipes.coupled import CoupledRecipe, Point, Way
 from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from .setting import Tick
-from .study import Design, Findings, Options
-from .study_common import Runs, compared, stream
+from .study import Design, Options, StudyConclusions
+from .study_common import Runs, equivalence_test, stream
 
 RATE, STRENGTH = "learning rate", "strength"
 SHORTEST = 10  # updates of the shortest run of a quick study
@@ -48,7 +48,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         train=partial(train, updates=updates, device=device),
         ticks=len(recipe.ways) * len(recipe.points) * updates,
         quantities=_quantities(recipe),
-        headline=recipe.measures[0].name,
+        progress_quantity=recipe.measures[0].name,
         fixed={
             "batch": str(recipe.batch_size),
             "updates": str(updates),
@@ -61,7 +61,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
             "Seeds vary weights and order of samples, not the data. Intervals are not corrected for the "
             "number of arms.",
         ),
-        find=partial(find, recipe=recipe, margin=options.margin or recipe.margin),
+        conclude=partial(conclude, recipe=recipe, margin=options.margin or recipe.margin),
         curve_at=recipe.curve_at,
         samples=updates * recipe.batch_size,
         shortest=SHORTEST * recipe.batch_size,
@@ -125,15 +125,15 @@ def _score(recipe: CoupledRecipe, model: nn.Module) -> float:
     return score if math.isfinite(score) else -math.inf
 
 
-def find(arms: tuple[StudyArm, ...], *, recipe: CoupledRecipe, margin: float) -> Findings:
+def conclude(arms: tuple[StudyArm, ...], *, recipe: CoupledRecipe, margin: float) -> StudyConclusions:
     """Test each way against the first one, which is exact, and conclude."""
     first, *others = arms
     measure = recipe.measures[0]
-    tests = [compared(arm, first, measure.name, margin=margin) for arm in others]
+    tests = [equivalence_test(arm, first, measure.name, margin=margin) for arm in others]
     means = {arm.name: arm.mean(measure.name) for arm in arms}
     value = means[first.name]
     if value is None or not any(tests):
-        return Findings(tests=tests)
+        return StudyConclusions(tests=tests)
     sense = "lower" if recipe.lower_is_better else "higher"
     results = "; ".join(
         f"{test.first}: {mean:{measure.form}} ({verdict(test, recipe.lower_is_better)})"
@@ -142,7 +142,7 @@ def find(arms: tuple[StudyArm, ...], *, recipe: CoupledRecipe, margin: float) ->
     )
     title = measure.name[0].upper() + measure.name[1:]
     conclusion = f"{title} ({sense} is better) of {first.name}: {value:{measure.form}}; {results}."
-    return Findings(tests=tests, conclusion=conclusion)
+    return StudyConclusions(tests=tests, conclusion=conclusion)
 
 
 def verdict(test: StudyTest, lower_is_better: bool) -> str:

@@ -27,10 +27,10 @@ from superbatch.torch.tuning.scaling import rescale
 from ..recipes import Recipe
 from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from . import study_common as common
-from .arms import measured, plain_update
+from .arms import losses_and_noise, plain_update
 from .checks import optimizer_and_rate
 from .setting import Tick
-from .study import TOO_FEW, Design, Findings, Options
+from .study import TOO_FEW, Design, Options, StudyConclusions
 
 SAMPLES, QUICK_SAMPLES = 12_000, 6_000  # of each branch
 BEFORE = 0.5  # samples up to the checkpoint, as a share of those of a branch
@@ -57,7 +57,7 @@ SIGNAL, VARIANCE = "signal", "variance"  # of the gradient at the checkpoint; no
 
 
 @dataclass(frozen=True)
-class Setting:
+class BranchSetting:
     """Setting that all branches share."""
 
     batch: int  # samples of the small batch
@@ -79,7 +79,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
             f"{KS[-1] * batch} samples and makes no update. Give at least {KS[-1] * batch} samples, better "
             "many times as many."
         )
-    setting = Setting(batch, round(BEFORE * samples), samples, optimizer, rate)
+    setting = BranchSetting(batch, round(BEFORE * samples), samples, optimizer, rate)
     at = common.curve_points(samples)
     return Design(
         arms=tuple(
@@ -95,21 +95,21 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         train=partial(train, setting=setting),
         ticks=setting.before + len(KS) * samples,
         quantities=QUANTITIES,
-        headline=LOSS,
+        progress_quantity=LOSS,
         fixed={
             "checkpoint after": f"{setting.before:,} samples",
             "branches of": f"{samples:,}",
             optimizer: f"lr {rate:g} at {batch}",
         },
         notes=(LIMIT,),
-        find=partial(find, batch=batch, tolerance=options.tolerance or TOLERANCE),
+        conclude=partial(conclude, batch=batch, tolerance=options.tolerance or TOLERANCE),
         curve_at=at,
         samples=samples,
         shortest=4 * KS[-1] * batch,
     )
 
 
-def train(recipe: Recipe, seed: int, *, setting: Setting, tick: Tick) -> common.Runs:
+def train(recipe: Recipe, seed: int, *, setting: BranchSetting, tick: Tick) -> common.Runs:
     """Train to the checkpoint, measure the noise scale there, and continue in every branch."""
     order = common.stream(recipe.samples, setting.before + setting.samples, seed)
     first, rest = order[: setting.before], order[setting.before :]
@@ -157,7 +157,7 @@ def noise_at(recipe: Recipe, model: nn.Module, batch: int, seed: int) -> Noise:
     optimizer, size = torch.optim.SGD(still.parameters(), lr=0.0), NOISE_STEPS * batch
     # A seed of its own: the training has just used the order of `seed`.
     batches = common.stream(recipe.samples, NOISE_WINDOWS * size, seed + 10_000).split(size)
-    *_, (_, noise) = measured(recipe, still, optimizer, batches, microbatch_size=batch)
+    *_, (_, noise) = losses_and_noise(recipe, still, optimizer, batches, microbatch_size=batch)
     return noise
 
 
@@ -172,14 +172,16 @@ def _work(
     return losses
 
 
-def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float) -> Findings:
+def conclude(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float) -> StudyConclusions:
     """Test each branch against the small batch, predict its samples from the noise scale, and conclude."""
-    found = [common.compared(arm, arms[0], LOSS, margin=1 + tolerance, ratio=True) for arm in arms[1:]]
-    tests = tuple(test for test in found if test is not None)
+    results = [
+        common.equivalence_test(arm, arms[0], LOSS, margin=1 + tolerance, ratio=True) for arm in arms[1:]
+    ]
+    tests = tuple(test for test in results if test is not None)
     scale = noise_scale(arms[0])
-    return Findings(
+    return StudyConclusions(
         tests=tests,
-        conclusion=conclude(arms, tests, scale, batch),
+        conclusion=conclusion_text(arms, tests, scale, batch),
         facts={
             arm.name: {} if scale is None else {PREDICTED: predicted_waste(scale, batch, k)}
             for arm, k in zip(arms, KS, strict=True)
@@ -198,7 +200,7 @@ def noise_scale(base: StudyArm) -> float | None:
     return variance / mean if sure else None
 
 
-def conclude(
+def conclusion_text(
     arms: tuple[StudyArm, ...], tests: tuple[StudyTest, ...], scale: float | None, batch: int
 ) -> str:
     """Return one sentence: the critical batch, and the prediction of the noise scale for the next batch."""
@@ -209,15 +211,15 @@ def conclude(
     failing = tests[matching] if matching < len(tests) else None
     # A batch that is not shown to match may still match: then the critical batch is "at least" the last one.
     known = "is" if failing is not None and failing.low > failing.margin else "is at least"
-    found = f"The critical batch by branching {known} {batch * KS[matching]}"
+    text = f"The critical batch by branching {known} {batch * KS[matching]}"
     at = min(matching + 1, len(tests))
     if failing is not None:
-        found += f", while batch {batch * KS[at]} is at x {failing.difference:.3g} the smoothed loss"
+        text += f", while batch {batch * KS[at]} is at x {failing.difference:.3g} the smoothed loss"
     if scale is None:
-        return f"{found}; the noise scale at the checkpoint is not determined (its signal may be 0)."
+        return f"{text}; the noise scale at the checkpoint is not determined (its signal may be 0)."
     measured = statistics.median(arms[at].values(WASTE))
     return (
-        f"{found}; the noise scale at the checkpoint, {scale:.0f} samples {ASSUMPTION}, says that batch "
+        f"{text}; the noise scale at the checkpoint, {scale:.0f} samples {ASSUMPTION}, says that batch "
         f"{batch * KS[at]} needs x {predicted_waste(scale, batch, KS[at]):.2f} the samples, measured "
         f"x {measured:.2f} (median)."
     )

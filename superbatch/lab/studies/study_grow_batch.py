@@ -22,13 +22,13 @@ from superbatch.window import Window
 
 from ..recipes import Recipe
 from ..report.study import StudyArm, StudyRun
-from ..report.study_text import signed
+from ..report.study_text import signed_text
 from . import study_common as common
 from .arms import accumulator, cut
 from .setting import Tick
-from .study import Design, Findings, Options
+from .study import Design, Options, StudyConclusions
 
-MADE, QUICK_MADE, SHORTEST = 4000, 800, 100  # updates of the arm that decays the rate
+DECAY_UPDATES, QUICK_DECAY_UPDATES, SHORTEST = 4000, 800, 100  # updates of the arm that decays the rate
 PART_OF_BATCH = 6  # the first batch is a sixth of the recipe's, so that it can grow
 # (share of the samples at which a phase ends, factor of the learning rate in it).
 PHASES = ((0.5, 1.0), (0.75, 1 / 5), (1.0, 1 / 25))
@@ -41,7 +41,7 @@ LIMIT = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class GrowSetting:
     """Setting that all arms share."""
 
     samples: int  # samples that each run is trained on, with repeats
@@ -60,8 +60,8 @@ def design(recipe: Recipe, *, options: Options) -> Design:
             f"batch_size={batch} with {recipe.samples} training samples: the batch cannot grow. Give a "
             "smaller one."
         )
-    setting = Setting(
-        samples=options.samples or batch * (QUICK_MADE if options.quick else MADE),
+    setting = GrowSetting(
+        samples=options.samples or batch * (QUICK_DECAY_UPDATES if options.quick else DECAY_UPDATES),
         batch=batch,
         learning_rate=options.learning_rate or common.rate_of(recipe, batch),
         dataset=recipe.samples,
@@ -73,17 +73,17 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         train=partial(train, setting=setting),
         ticks=len(ARMS) * setting.samples,
         quantities=(metric, *common.COLUMNS),
-        headline=common.LOSS,
+        progress_quantity=common.LOSS,
         fixed={"first batch": str(batch), "lr": f"{setting.learning_rate:.3g}"},
         notes=(LIMIT,),
-        find=partial(find, metric=metric.name, margin=options.margin or recipe.margin),
+        conclude=partial(conclude, metric=metric.name, margin=options.margin or recipe.margin),
         curve_at=common.curve_points(setting.samples),
         samples=setting.samples,
         shortest=SHORTEST * batch,
     )
 
 
-def _arms(setting: Setting) -> tuple[StudyArm, ...]:
+def _arms(setting: GrowSetting) -> tuple[StudyArm, ...]:
     batch, samples = setting.batch, setting.samples
     schedule, at = schedule_of(setting), common.curve_points(samples)
     updates = schedule.updates(samples)
@@ -109,7 +109,7 @@ def _arms(setting: Setting) -> tuple[StudyArm, ...]:
     )
 
 
-def schedule_of(setting: Setting) -> GrowingBatch:
+def schedule_of(setting: GrowSetting) -> GrowingBatch:
     """Return the schedule of accumulation steps that replaces the decay of the learning rate.
 
     Steps are whole numbers; the rate of the schedule makes up for the rounding.
@@ -134,12 +134,14 @@ def factor(share: float) -> float:
     return next((value for end, value in PHASES if share < end), PHASES[-1][1])
 
 
-def train(recipe: Recipe, seed: int, *, setting: Setting, tick: Tick) -> common.Runs:
+def train(recipe: Recipe, seed: int, *, setting: GrowSetting, tick: Tick) -> common.Runs:
     """Train every arm from one seed, on the same samples in the same order."""
     yield from common.from_one_start(recipe, ARMS, seed, partial(_train, recipe, setting, seed, tick))
 
 
-def _train(recipe: Recipe, setting: Setting, seed: int, tick: Tick, arm: str, model: nn.Module) -> StudyRun:
+def _train(
+    recipe: Recipe, setting: GrowSetting, seed: int, tick: Tick, arm: str, model: nn.Module
+) -> StudyRun:
     """Train one arm."""
     optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate)
     accumulate = accumulator(recipe, model, optimizer)
@@ -172,26 +174,29 @@ def _train(recipe: Recipe, setting: Setting, seed: int, tick: Tick, arm: str, mo
     return StudyRun(seed=seed, values=values, curve=tuple(curve))
 
 
-def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float) -> Findings:
+def conclude(arms: tuple[StudyArm, ...], *, metric: str, margin: float) -> StudyConclusions:
     """Test that growing equals decaying, and the premise that the schedule matters; conclude."""
     constant, decay, grow = arms
     tests = (
-        common.compared(grow, decay, common.LOSS, margin=LOSS_MARGIN, ratio=True),
-        common.compared(grow, decay, metric, margin=margin),
-        common.compared(constant, decay, common.LOSS, margin=LOSS_MARGIN, ratio=True),
+        common.equivalence_test(grow, decay, common.LOSS, margin=LOSS_MARGIN, ratio=True),
+        common.equivalence_test(grow, decay, metric, margin=margin),
+        common.equivalence_test(constant, decay, common.LOSS, margin=LOSS_MARGIN, ratio=True),
     )
     loss, same, stays = tests
     if loss is None or same is None or stays is None:
-        return Findings(tests=tests)
-    made, instead = grow.mean(common.UPDATES) or math.nan, decay.mean(common.UPDATES) or math.nan
-    said = (
-        f"{made:,.0f} updates instead of {instead:,.0f}, training loss x {loss.difference:.3g} "
-        f"({loss.low:.3g} to {loss.high:.3g}), {metric.partition(',')[0]} {signed(same.difference)}"
+        return StudyConclusions(tests=tests)
+    grow_updates, decay_updates = (arm.mean(common.UPDATES) or math.nan for arm in (grow, decay))
+    numbers = (
+        f"{grow_updates:,.0f} updates instead of {decay_updates:,.0f}, training loss "
+        f"x {loss.difference:.3g} ({loss.low:.3g} to {loss.high:.3g}), "
+        f"{metric.partition(',')[0]} {signed_text(same.difference)}"
     )
     stayed = ""
     if stays.result.equivalent:
         stayed = "; here a constant rate does the same, so the schedule hardly matters"
-    conclusion = f"Growing the batch acts like decaying the rate, in fewer updates: {said}{stayed}."
-    if not (loss.result.equivalent and same.result.equivalent and made < instead):
-        conclusion = f"Not shown to be the same: growing the batch instead of decaying the rate made {said}."
-    return Findings(tests=tests, conclusion=conclusion)
+    conclusion = f"Growing the batch acts like decaying the rate, in fewer updates: {numbers}{stayed}."
+    if not (loss.result.equivalent and same.result.equivalent and grow_updates < decay_updates):
+        conclusion = (
+            f"Not shown to be the same: growing the batch instead of decaying the rate made {numbers}."
+        )
+    return StudyConclusions(tests=tests, conclusion=conclusion)

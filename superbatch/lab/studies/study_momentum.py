@@ -28,16 +28,16 @@ from superbatch.errors import InputError, NonFiniteError
 
 from ..recipes import Recipe
 from ..report.study import Quantity, StudyArm, StudyRun
-from ..report.study_text import number, signed
+from ..report.study_text import float_text, signed_text
 from . import study_common as common
 from .arms import accumulator, plain_update
 from .setting import Tick
-from .study import Design, Findings, Options
+from .study import Design, Options, StudyConclusions
 
 SAMPLES, QUICK_SAMPLES = 40_000, 5_000  # of each run
 BATCH = 16  # samples of the large batch
 TAIL = 0.25  # share of a run, at its end, over which weights and losses are averaged
-LOOKS = 16  # losses that are measured in the tail: a single one would be as noisy as the weights
+TAIL_LOSSES = 16  # losses that are measured in the tail: a single one would be as noisy as the weights
 NOISE_MARGIN = 1.5  # equivalence margin of the noise excess, a factor; a batch of 16 changes it by 16
 MOST_AVERAGED = 400  # approximate number of weights that are averaged: more would only take time
 EXCESS, THEORY = "noise excess", "lr/(B(1-m)), relative"
@@ -80,10 +80,10 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     common.check_separable(recipe, "momentum")
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
     large = options.batch_size or BATCH
-    if large < 2 or samples < LOOKS * large:
+    if large < 2 or samples < TAIL_LOSSES * large:
         raise InputError(
             f"samples={samples} with batch_size={large}: the large batch needs more than one sample, and its "
-            f"noise is measured over many updates. Give at least {LOOKS} batches of at least 2 samples."
+            f"noise is measured over many updates. Give at least {TAIL_LOSSES} batches of at least 2 samples."
         )
     rate = options.learning_rate or common.rate_of(recipe, large) / large
     arms = (
@@ -113,12 +113,12 @@ def design(recipe: Recipe, *, options: Options) -> Design:
             *common.COLUMNS[1:],
             Quantity(name=THEORY, meaning="by theory proportional to the noise; arm A is 1", form=".3g"),
         ),
-        headline=metric.name,
+        progress_quantity=metric.name,
         fixed={"lr of batch 1": f"{rate:.3g}"},
         notes=(LIMIT, *counts),
-        find=partial(find, metric=metric.name, margin=options.margin or recipe.margin, recipe=recipe),
+        conclude=partial(conclude, metric=metric.name, margin=options.margin or recipe.margin, recipe=recipe),
         samples=samples,
-        shortest=LOOKS * large,
+        shortest=TAIL_LOSSES * large,
     )
 
 
@@ -143,33 +143,33 @@ def train(recipe: Recipe, seed: int, *, arms: tuple[Arm, ...], loss_samples: int
     """
     order = common.stream(recipe.samples, max(arm.batch * arm.updates for arm in arms), seed)
 
-    def one(arm: Arm, model: nn.Module) -> StudyRun:
+    def train_one(arm: Arm, model: nn.Module) -> StudyRun:
         update = _update_function(recipe, arm, model)
         begin = round((1 - TAIL) * arm.updates)
         every = max(1, (arm.updates - begin) // MOST_AVERAGED)
-        looks = {begin + (i + 1) * (arm.updates - begin) // LOOKS for i in range(LOOKS)}
+        measured_at = {begin + (i + 1) * (arm.updates - begin) // TAIL_LOSSES for i in range(TAIL_LOSSES)}
         averaged, losses = AveragedModel(model), list[float]()
-        for made in range(1, arm.updates + 1):
-            loss = update(recipe.batch(order[(made - 1) * arm.batch : made * arm.batch]))
+        for number in range(1, arm.updates + 1):
+            loss = update(recipe.batch(order[(number - 1) * arm.batch : number * arm.batch]))
             if not math.isfinite(loss):
-                tick(arm.updates - made + 1)  # the progress counts the rest as done
+                tick(arm.updates - number + 1)  # the progress counts the rest as done
                 break
-            if made > begin and made % every == 0:
+            if number > begin and number % every == 0:
                 averaged.update_parameters(model)
-            if made in looks:
+            if number in measured_at:
                 losses.append(common.training_loss(recipe, model, loss_samples))
             tick(1)
         values = {
             common.column_of_metric(recipe).name: float(recipe.evaluate(model)),
             common.LOSS: common.training_loss(recipe, model, loss_samples),
         }
-        if len(losses) == len(looks):  # False after divergence
+        if len(losses) == len(measured_at):  # False after divergence
             # The averaged weights have next to no noise, so their loss is the part that noise does not cause.
             without_noise = common.training_loss(recipe, averaged.module, loss_samples)
             values[EXCESS] = statistics.fmean(losses) - without_noise
         return StudyRun(seed=seed, values=values)
 
-    yield from common.from_one_start(recipe, arms, seed, one)
+    yield from common.from_one_start(recipe, arms, seed, train_one)
 
 
 def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[Any], float]:
@@ -187,17 +187,19 @@ def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[An
     return virtual
 
 
-def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Recipe) -> Findings:
+def conclude(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Recipe) -> StudyConclusions:
     """Compare the arms A to G, and conclude."""
     of = {arm.name: arm for arm in arms}
     scores = [
-        common.compared(of[x], of[y], metric, margin=margin, step=recipe.metric_step)
+        common.equivalence_test(of[x], of[y], metric, margin=margin, step=recipe.metric_step)
         for x, y in ((C, A), (D, A), (C, D))
     ]
-    noises = [common.compared(of[x], of[A], EXCESS, margin=NOISE_MARGIN, ratio=True) for x in (B, C, D)]
+    noises = [
+        common.equivalence_test(of[x], of[A], EXCESS, margin=NOISE_MARGIN, ratio=True) for x in (B, C, D)
+    ]
     same, noise = scores[0], noises[1]
     if same is None or noise is None:
-        return Findings(tests=(*scores, *noises))
+        return StudyConclusions(tests=(*scores, *noises))
     times = of[C].facts[common.UPDATES] / of[D].facts[common.UPDATES]
     large = (of[F].mean(EXCESS) or math.nan) / (of[A].mean(EXCESS) or math.nan)
     verdict = "Undecided whether momentum 0.99 acts like a large batch"
@@ -211,7 +213,7 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Reci
         verdict = "Momentum 0.99 with lr/(1-m) kept acts like a large batch here"
     conclusion = (
         f"{verdict}: noise excess x {noise.difference:.2g} ({noise.low:.2g} to {noise.high:.2g}) and "
-        f"{metric.partition(',')[0]} {signed(same.difference)} against batch 1 without momentum; noise "
-        f"excess of batch {times:.0f} at that rate x {number(large, '.1g')}."
+        f"{metric.partition(',')[0]} {signed_text(same.difference)} against batch 1 without momentum; noise "
+        f"excess of batch {times:.0f} at that rate x {float_text(large, '.1g')}."
     )
-    return Findings(tests=(*scores, *noises), conclusion=conclusion)
+    return StudyConclusions(tests=(*scores, *noises), conclusion=conclusion)

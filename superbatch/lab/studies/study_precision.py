@@ -1,4 +1,4 @@
-"""Study of sums of K gradients in bfloat16: the precision that they lose, and ways to keep it.
+"""Study of sums of K gradients in bfloat16: the precision that they lose, and methods that keep it.
 
 The arms sum random gradients of 20,000 coordinates, whose signal equals the noise or whose signs are all
 equal, and the gradients of the recipe's model in bfloat16, in windows of K micro-batches. Errors are
@@ -27,7 +27,7 @@ from ..report.study import Quantity, StudyArm, StudyRun
 from .arms import accumulator, cut, mean_and_weight, without_coupling
 from .on_torch import cast_batch
 from .setting import Tick
-from .study import Design, Findings, Options
+from .study import Design, Options, StudyConclusions
 from .study_common import Runs, stream
 
 COUNTS, QUICK_COUNTS = (16, 64, 256, 1024), (16, 64, 256)  # gradients in a sum: K
@@ -92,8 +92,8 @@ def stochastic(gradients: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to sum gradients."""
+class Summation:
+    """A method of summing gradients."""
 
     name: str
     how: str
@@ -106,44 +106,44 @@ NAIVE, SAME_SIGN, FLOAT32 = "naive sum, bfloat16", "naive sum, bfloat16, one sig
 OWN_NATIVE, OWN_FLOAT32 = "model: sum in .grad, bfloat16", "model: sum in float32"
 INHERENT = "model: the gradients themselves"
 DRAWN = (
-    Way(NAIVE, "random, signal = noise; 2 bytes per parameter", naive),
-    Way(SAME_SIGN, "random, all of one sign; 2 bytes", naive, same_sign=True),
-    Way("stochastic rounding, bfloat16", "random; 2 bytes", stochastic),
-    Way("pairwise, bfloat16", "random; 2 log2 K bytes", pairwise),
-    Way("Kahan, bfloat16", "random; 4 bytes", kahan),
-    Way(FLOAT32, "random; 4 bytes", partial(naive, dtype=torch.float32)),
-    Way("naive sum, float16", "random; 2 bytes", naive, torch.float16),
-    Way("naive sum, float32", "random; 4 bytes", naive, torch.float32),
+    Summation(NAIVE, "random, signal = noise; 2 bytes per parameter", naive),
+    Summation(SAME_SIGN, "random, all of one sign; 2 bytes", naive, same_sign=True),
+    Summation("stochastic rounding, bfloat16", "random; 2 bytes", stochastic),
+    Summation("pairwise, bfloat16", "random; 2 log2 K bytes", pairwise),
+    Summation("Kahan, bfloat16", "random; 4 bytes", kahan),
+    Summation(FLOAT32, "random; 4 bytes", partial(naive, dtype=torch.float32)),
+    Summation("naive sum, float16", "random; 2 bytes", naive, torch.float16),
+    Summation("naive sum, float32", "random; 4 bytes", naive, torch.float32),
 )
 OWN = (
-    Way(OWN_NATIVE, "the recipe's model in bfloat16, Accumulator(gradient_sum=None)"),
-    Way(OWN_FLOAT32, 'the same, torch.float32: the choice of "auto" for windows of more than 16'),
-    Way(INHERENT, "exact sum of the bfloat16 gradients, against float64 gradients at the same weights"),
+    Summation(OWN_NATIVE, "the recipe's model in bfloat16, Accumulator(gradient_sum=None)"),
+    Summation(OWN_FLOAT32, 'the same, torch.float32: the choice of "auto" for windows of more than 16'),
+    Summation(INHERENT, "exact sum of the bfloat16 gradients, against float64 gradients at the same weights"),
 )
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
-    """Plan the ways to sum."""
+    """Plan one arm for each method of summation."""
     counts = QUICK_COUNTS if options.quick else COUNTS
-    ways = (*DRAWN, *OWN)
+    summations = (*DRAWN, *OWN)
     return Design(
-        arms=tuple(StudyArm(name=way.name, how=way.how, facts={}, runs=()) for way in ways),
+        arms=tuple(StudyArm(name=each.name, how=each.how, facts={}, runs=()) for each in summations),
         train=partial(train, counts=counts),
-        ticks=len(ways),
+        ticks=len(summations),
         quantities=tuple(
             Quantity(name=_column(count), meaning=f"relative error of a sum of {count} gradients", form=".1e")
             for count in counts
         ),
-        headline=_column(counts[-1]),
+        progress_quantity=_column(counts[-1]),
         fixed={"dtype": "bfloat16"},
         notes=(LIMIT,),
-        find=partial(find, count=counts[-1]),
+        conclude=partial(conclude, count=counts[-1]),
         curve_at=tuple(map(float, counts)),
     )
 
 
 def train(recipe: Recipe, seed: int, *, counts: tuple[int, ...], tick: Tick) -> Runs:
-    """Sum in every way, with random gradients and initial weights from one seed."""
+    """Sum by every method, with random gradients and initial weights from one seed."""
 
     def run(errors: list[float]) -> StudyRun:
         tick(1)
@@ -153,17 +153,17 @@ def train(recipe: Recipe, seed: int, *, counts: tuple[int, ...], tick: Tick) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drawn = {same: _draw(max(counts), same_sign=same) for same in (False, True)}
-        for index, way in enumerate(DRAWN):
-            gradients, add = drawn[way.same_sign].to(way.dtype), way.add
+        for index, summation in enumerate(DRAWN):
+            gradients, add = drawn[summation.same_sign].to(summation.dtype), summation.add
             assert add is not None
             yield index, run([_error(add(gradients[:k]), gradients[:k].double().sum(0)) for k in counts])
     windows = [errors_of_model(recipe, count, seed) for count in counts]
-    for index, way in enumerate(OWN, start=len(DRAWN)):
-        yield index, run([errors[way.name] for errors in windows])
+    for index, summation in enumerate(OWN, start=len(DRAWN)):
+        yield index, run([errors[summation.name] for errors in windows])
 
 
 def errors_of_model(recipe: Recipe, count: int, seed: int) -> dict[str, float]:
-    """Return the errors of one window of the recipe's model in bfloat16, by name of the way to sum."""
+    """Return the errors of one window of the recipe's model in bfloat16, by name of the summation."""
     recipe = without_coupling(recipe) if recipe.coupled == "exact" else recipe
     model = recipe.model(seed).bfloat16()
     batch = recipe.batch(stream(recipe.samples, count * MICROBATCH, seed))
@@ -224,13 +224,13 @@ def _column(count: int) -> str:
     return f"K = {count}"
 
 
-def find(arms: tuple[StudyArm, ...], *, count: int) -> Findings:
+def conclude(arms: tuple[StudyArm, ...], *, count: int) -> StudyConclusions:
     """Conclude from the errors at the largest K: whether float32 is at least 100 times more precise."""
     column, of = _column(count), {arm.name: arm for arm in arms}
     same, naive, native = (of[name].mean(column) for name in (SAME_SIGN, NAIVE, OWN_NATIVE))
     wide = [error for name in (FLOAT32, OWN_FLOAT32) if (error := of[name].mean(column)) is not None]
     if same is None or naive is None or native is None or len(wide) < 2:
-        return Findings(tests=())
+        return StudyConclusions(tests=())
     gains = max(wide) < 0.01 * min(same, naive, native)
     verdict = "Sum in float32" if gains else "A float32 sum gains little here"
     conclusion = (
@@ -238,4 +238,4 @@ def find(arms: tuple[StudyArm, ...], *, count: int) -> Findings:
         f"agree, {naive:.2g} if signal equals noise and {native:.2g} in this model; that of a float32 sum of "
         f"the same gradients is {max(wide):.1g}."
     )
-    return Findings(tests=(), conclusion=conclusion)
+    return StudyConclusions(tests=(), conclusion=conclusion)

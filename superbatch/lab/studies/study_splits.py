@@ -11,7 +11,7 @@ from ..report.verdict import verdict
 from . import compare as comparing
 from . import quick
 from .shared_options import Interrupted, Show
-from .study import Options, as_study, loaded, options_for, seeds_of, turns_of
+from .study import Options, as_study, options_for, recipe_for_study, seeds_of, seeds_per_process
 from .study_common import COLUMNS, UPDATES, column_of_metric
 
 QUICK_UPDATES, SHORTEST = 200, 20  # updates with ``--quick``: at most, and at least
@@ -21,21 +21,21 @@ BESIDE = "superbatch compare also reports time and memory, takes other splits, a
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
     """Compare the real batch with its splits."""
-    what = loaded(recipe, options)
-    size = options.batch_size or what.batch_size
+    task = recipe_for_study(recipe, options)
+    size = options.batch_size or task.batch_size
     seeds = seeds_of("splits", options)
     updates = max(1, options.samples // size) if options.samples else None
     wanted = options_for(comparing.Options, options, updates=updates, runs=len(seeds))
     notes: tuple[str, ...] = ()
     if options.quick and options.samples is None:
-        most = min(QUICK_UPDATES, what.updates)
+        most = min(QUICK_UPDATES, task.updates)
 
         def cost(updates: int) -> float:
             one = replace(wanted, updates=updates, runs=1, workers=1)
             return quick.seconds_of(lambda: comparing.compare(recipe, one))
 
-        turns = turns_of(recipe, options, seeds)
-        updates, fits = quick.affordable(cost, least=SHORTEST, most=most, turns=turns)
+        runs = seeds_per_process(recipe, options, seeds)
+        updates, fits = quick.affordable(cost, least=SHORTEST, most=most, runs=runs)
         wanted = replace(wanted, updates=updates)
         if updates < most:
             notes = (quick.note(f"{updates} updates", fits=fits),)

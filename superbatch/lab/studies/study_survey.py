@@ -72,11 +72,11 @@ def _arm(arm: SurveyArm) -> StudyArm:
 
 
 def _run(run: SeededSurvey) -> StudyRun:
-    found = run.survey
+    survey = run.survey
     # All curves of a study have the same length, and a survey that stopped early has fewer values.
-    rest = (math.nan,) * (found.updates - len(found.smooth))
-    values = {} if found.suggestion is None else {RATE: found.suggestion}
-    return StudyRun(seed=run.seed, values=values, curve=(*found.smooth, *rest))
+    rest = (math.nan,) * (survey.updates - len(survey.smooth))
+    values = {} if survey.suggestion is None else {RATE: survey.suggestion}
+    return StudyRun(seed=run.seed, values=values, curve=(*survey.smooth, *rest))
 
 
 def _test(arm: SurveyArm, first: SurveyArm) -> StudyTest | None:

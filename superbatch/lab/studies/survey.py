@@ -29,8 +29,8 @@ from .arms import accumulator_of, cut, update_function
 from .checks import check_choice, check_counts, optimizer_and_rate
 from .on_torch import cast_batch, torch_threads
 from .options import SurveyOptions as Options
-from .setting import ArmPlan, Split, Tick, Way, parse_split, splits_of
-from .shared_options import Interrupted, Show, loaded, origin, silent
+from .setting import ArmSpec, Method, Split, Tick, parse_split, splits_of
+from .shared_options import Interrupted, Show, report_fields, resolve_recipe, silent
 from .study_common import stream
 from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
 from .workers import Receiver, train_here
@@ -43,7 +43,7 @@ CAVEAT = (
     "through noise alone, so half the batch has a similar curve. The pairs are the real test."
 )
 
-HOW: Mapping[Way, str] = {
+HOW: Mapping[Method, str] = {
     "real batch": "the whole batch at once, plain PyTorch",
     "again": "the same from other seeds: the effect of chance",
     "accumulator": "superbatch.torch.tuning.lr_survey with an Accumulator",
@@ -65,7 +65,7 @@ class Ramp(NamedTuple):
 class SurveySetting:
     """Setting that all surveys share."""
 
-    arms: tuple[ArmPlan, ...]  # the real batch first
+    arms: tuple[ArmSpec, ...]  # the real batch first
     repeats: int  # surveys of each arm
     ramp: Ramp
     dtype: str  # name of a torch dtype
@@ -76,17 +76,17 @@ class SurveySetting:
 def survey(recipe: str | Recipe, options: Options = DEFAULTS, *, progress: Show = silent) -> Surveys:
     """Survey a recipe with the real batch and with each split, and test whether the curves are equivalent."""
     start = time.monotonic()
-    task = loaded(recipe, options)
-    setting = settle(task, options)
+    task = resolve_recipe(recipe, options)
+    setting = setting_from(task, options)
     # Lists of runs: those of each arm, then for each arm those of the real batch from the same seeds.
     names = [arm.name for arm in setting.arms] + [setting.arms[0].name] * len(setting.arms)
-    paired = sum(arm.way == "accumulator" for arm in setting.arms) * min(PAIRS, options.repeats)
+    paired = sum(arm.method == "accumulator" for arm in setting.arms) * min(PAIRS, options.repeats)
     total = (len(setting.arms) * options.repeats + paired) * options.updates
     receiver = Receiver(names, total, progress, lambda run: run.survey.suggestion)
 
     def report(*, partial: bool) -> Surveys:
         return Surveys(
-            **origin(task, options, start, partial=partial, torch=torch.__version__),
+            **report_fields(task, options, start, partial=partial, torch=torch.__version__),
             **setting.ramp._asdict(),
             optimizer=setting.optimizer,
             learning_rate=None if options.what == "lr" else setting.learning_rate,
@@ -108,7 +108,7 @@ def survey(recipe: str | Recipe, options: Options = DEFAULTS, *, progress: Show 
     return report(partial=False)
 
 
-def settle(recipe: Recipe, options: Options) -> SurveySetting:
+def setting_from(recipe: Recipe, options: Options) -> SurveySetting:
     """Return the setting of all surveys: the options, with the recipe's values for those that are None."""
     check_choice("what", options.what, get_args(What))
     check_counts(options, "repeats", "updates", "threads", "batch_size")
@@ -122,7 +122,7 @@ def settle(recipe: Recipe, options: Options) -> SurveySetting:
     ramp = Ramp(options.what, low, high, options.updates)
     values_of(*ramp)  # raises for ends that make no ramp
     return SurveySetting(
-        arms=_plans(recipe, splits, include_wrong=options.include_wrong),
+        arms=_arm_specs(recipe, splits, include_wrong=options.include_wrong),
         repeats=options.repeats,
         ramp=ramp,
         dtype=options.dtype,
@@ -131,45 +131,45 @@ def settle(recipe: Recipe, options: Options) -> SurveySetting:
     )
 
 
-def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> tuple[ArmPlan, ...]:
+def _arm_specs(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> tuple[ArmSpec, ...]:
     """Return the arms: the real batch twice, each split, and with `include_wrong` arms that must differ."""
     size = sum(splits[0].sizes)
     real = parse_split(f"1x{size}")
     parts = [split for split in splits if len(split.sizes) > 1]
     exact = recipe.coupled == "exact" or recipe.batchnorm == "error"
-    plans = [
-        ArmPlan(real, "real batch", "real"),
-        ArmPlan(real, "again", "again"),
-        *(ArmPlan(split, "accumulator", "exact" if exact else "inexact") for split in parts),
+    specs = [
+        ArmSpec(real, "real batch", "real"),
+        ArmSpec(real, "again", "again"),
+        *(ArmSpec(split, "accumulator", "exact" if exact else "inexact") for split in parts),
     ]
     if include_wrong:
         longest = max(parts, key=lambda split: len(split.sizes), default=parse_split(f"{size}x1"))
         if len(longest.sizes) > 1:
-            plans.append(ArmPlan(longest, "missing 1/K", "wrong"))
-        plans += [
+            specs.append(ArmSpec(longest, "missing 1/K", "wrong"))
+        specs += [
             # Half the batch has a similar curve, so it is not required to fail.
-            ArmPlan(parse_split(f"1x{other}"), "another batch", "wrong" if other < size // 2 else "other")
+            ArmSpec(parse_split(f"1x{other}"), "another batch", "wrong" if other < size // 2 else "other")
             for other in (size // 10, size // 2)
             if other
         ]
-    return tuple(plans)
+    return tuple(specs)
 
 
-def _arms(setting: SurveySetting, found: Sequence[Sequence[SeededSurvey]]) -> tuple[SurveyArm, ...]:
-    """Return the report of each arm; `found` has the runs of the arms, then those of the real batch."""
-    baseline = [run.survey for run in found[0]]
+def _arms(setting: SurveySetting, runs: Sequence[Sequence[SeededSurvey]]) -> tuple[SurveyArm, ...]:
+    """Return the report of each arm; `runs` has those of the arms, then those of the real batch."""
+    baseline = [run.survey for run in runs[0]]
     arms: list[SurveyArm] = []
-    for plan, own, real in zip(setting.arms, found, found[len(setting.arms) :], strict=False):
+    for spec, own, real in zip(setting.arms, runs, runs[len(setting.arms) :], strict=False):
         surveys = [run.survey for run in own]
         decades = [value for value in decades_of(surveys) if value is not None]
-        compared = plan.claim != "real"
+        compared = spec.claim != "real"
         pairs = zip(surveys, real, strict=False)  # only the first surveys of an arm have a pair
         arms.append(
             SurveyArm(
-                name=plan.name,
-                sizes=plan.split.sizes,
-                claim=plan.claim,
-                how=HOW[plan.way],
+                name=spec.name,
+                sizes=spec.split.sizes,
+                claim=spec.claim,
+                how=HOW[spec.method],
                 runs=tuple(own),
                 rate=from_axis(surveys[0].what, 10 ** statistics.fmean(decades)) if decades else None,
                 decades=statistics.stdev(decades) if len(decades) > 1 else None,
@@ -192,17 +192,17 @@ def train(
     for index, arm in enumerate(setting.arms):
         own = index * setting.repeats + seed  # other seeds in each arm, so that arms are independent
         yield index, survey_seed(recipe, setting, arm, own, tick)
-        if arm.way == "accumulator" and seed < PAIRS:
+        if arm.method == "accumulator" and seed < PAIRS:
             yield len(setting.arms) + index, survey_seed(recipe, setting, setting.arms[0], own, tick)
 
 
-def survey_seed(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int, tick: Tick) -> SeededSurvey:
+def survey_seed(recipe: Recipe, setting: SurveySetting, arm: ArmSpec, seed: int, tick: Tick) -> SeededSurvey:
     """Survey one arm from one seed."""
-    made = 0  # points of the ramp
+    points = 0  # points of the ramp
 
-    def point(*_: int) -> None:
-        nonlocal made
-        made += 1
+    def count_point(*_: int) -> None:
+        nonlocal points
+        points += 1
         tick(1)
 
     with torch.random.fork_rng(devices=[]):
@@ -210,27 +210,27 @@ def survey_seed(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int,
         optimizer = recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
         torch.manual_seed(seed)  # random layers (dropout) start every arm from the same state
         batches = partial(_batches, recipe, setting, arm, seed)
-        if arm.way == "accumulator":
+        if arm.method == "accumulator":
             accumulate = accumulator_of(arm.split, recipe, model, optimizer)
-            found = lr_survey(accumulate, batches, **setting.ramp._asdict(), progress=point)
+            result = lr_survey(accumulate, batches, **setting.ramp._asdict(), progress=count_point)
         else:
             sweep, dial = Sweep(*setting.ramp), Dial([optimizer], setting.ramp.what)
             update = update_function(arm, recipe, model, optimizer)
             for value, batch in zip(sweep.values, batches(), strict=True):
                 dial.turn(value)
                 go_on = sweep.add(update(batch))
-                point()
+                count_point()
                 if not go_on:
                     break
-            found = sweep.report(ratios=dial.ratios)
-    tick(setting.ramp.updates - made)  # the progress counts the rest of an early stop as done
-    return SeededSurvey(seed=seed, survey=found)
+            result = sweep.report(ratios=dial.ratios)
+    tick(setting.ramp.updates - points)  # the progress counts the rest of an early stop as done
+    return SeededSurvey(seed=seed, survey=result)
 
 
-def _batches(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int) -> Iterator[Any]:
+def _batches(recipe: Recipe, setting: SurveySetting, arm: ArmSpec, seed: int) -> Iterator[Any]:
     """Yield a batch for each point of the ramp; they depend on the seed and the batch size only."""
     size = sum(arm.split.sizes)
     for indices in stream(recipe.samples, setting.ramp.updates * size, seed).split(size):
         batch = cast_batch(recipe.batch(indices), setting.dtype)
-        unequal = arm.way == "accumulator" and not arm.split.equal
+        unequal = arm.method == "accumulator" and not arm.split.equal
         yield Window(cut(batch, arm.split.sizes)) if unequal else batch

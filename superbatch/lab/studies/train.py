@@ -35,7 +35,7 @@ from .arms import accumulator
 from .checks import check_choice, check_counts, optimizer_and_rate
 from .on_torch import cast_batch
 from .options import TrainOptions as Options
-from .shared_options import Progress, Show, loaded, silent
+from .shared_options import Progress, Show, resolve_recipe, silent
 
 PRECISIONS = ("float32", "float64", "bf16")
 DEVICES = ("cpu", "cuda")
@@ -62,7 +62,7 @@ class Trained:
 
 def train(recipe: str | Recipe, options: Options, *, progress: Show = silent) -> Trained:
     """Train a recipe on one device or, if torchrun started this process, on all ranks."""
-    recipe = loaded(recipe, options)
+    recipe = resolve_recipe(recipe, options)
     batch_size = recipe.batch_size if options.batch_size is None else options.batch_size
     updates = recipe.updates if options.updates is None else options.updates
     _check(recipe, options, batch_size)

@@ -12,7 +12,7 @@ import numpy as np
 from ..recipes import Recipe
 from ..recipes.drawing import Draws
 from .backends import TrainArms, Trained, timed
-from .setting import ArmPlan, Setting, Tick, batches
+from .setting import ArmSpec, Setting, Tick, batches
 
 
 class Steps(NamedTuple):
@@ -24,7 +24,7 @@ class Steps(NamedTuple):
 
 
 def trainer(
-    begin: Callable[[Recipe, Setting, ArmPlan, int], Steps],
+    begin: Callable[[Recipe, Setting, ArmSpec, int], Steps],
     within: Callable[[str], AbstractContextManager[Any]] = lambda dtype: nullcontext(),
 ) -> TrainArms:
     """Return the function that trains every arm from one seed, with torch's initial weights and order.

@@ -63,7 +63,7 @@ class Receiver:
 
 def train_seeds(
     recipe: str | Recipe,
-    loaded: Recipe,
+    resolved: Recipe,
     train: Train,
     seeds: Sequence[int],
     receiver: Receiver,
@@ -74,7 +74,7 @@ def train_seeds(
     """Train the seeds in `options.workers` processes; in this one if that is 1 or `recipe` is an object."""
     count = min(options.workers, len(seeds))
     if count == 1 or not isinstance(recipe, str):
-        train_here(loaded, train, seeds, receiver)
+        train_here(resolved, train, seeds, receiver)
         return
     context = multiprocessing.get_context("spawn")
     todo, events = context.Queue(), context.Queue()

@@ -20,7 +20,7 @@ from ..pairs import info_nce
 from .docstrings import Texts, load_texts, shuffled
 from .pair_files import pair_files, read_pairs
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Update, Way, exact, groups, plain, rows
+from .ways import Update, Way, exact_way, in_microbatches, plain_way, select
 
 BATCH, UPDATES, EXACT = 256, 300, 128
 WIDTH, TEMPERATURE, LEFT_OUT = 64, 0.15, 0.5
@@ -49,7 +49,7 @@ class Towers(nn.Module):
 def loss(model: nn.Module, batch: Pairs, strength: float = 0.0, *, size: int | None = None) -> Tensor:
     """Return the InfoNCE loss of each pair against the others of its micro-batch."""
     query, code = model(batch["query"], batch["code"])
-    return info_nce(groups(query, size), groups(code, size), TEMPERATURE)
+    return info_nce(in_microbatches(query, size), in_microbatches(code, size), TEMPERATURE)
 
 
 def cached(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
@@ -85,7 +85,7 @@ def _some_words(pairs: Pairs, indices: Tensor) -> Pairs:
     g = torch.Generator().manual_seed(int((indices * spread).sum()))
     return {
         name: ids * (torch.rand(ids.shape, generator=g) >= LEFT_OUT)
-        for name, ids in rows(pairs, indices).items()
+        for name, ids in select(pairs, indices).items()
     }
 
 
@@ -100,7 +100,7 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
     where = "Python's standard library" if data is None else repr(str(data))
     task = "a query must find its passage" if files else "a docstring must find its function"
     pairs = {"query": texts.queries, "code": texts.codes}
-    test, valid, train = (rows(pairs, part) for part in (slice(1000), slice(1000, 1500), slice(1500, None)))
+    test, valid, train = (select(pairs, part) for part in (slice(1000), slice(1000, 1500), slice(1500, None)))
     model = seeded(partial(Towers, texts.words))
 
     return CoupledRecipe(
@@ -115,8 +115,8 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
         batch_size=BATCH,
         updates=UPDATES,
         ways=(
-            exact(loss, model, EXACT, f"each pair against {BATCH - 1} others"),
-            *(plain(loss, model, m, f"each pair against {m - 1} others") for m in (32, 8, 2)),
+            exact_way(loss, model, EXACT, f"each pair against {BATCH - 1} others"),
+            *(plain_way(loss, model, m, f"each pair against {m - 1} others") for m in (32, 8, 2)),
             Way(
                 name="cached gradients",
                 how=f"cached_gradients in micro-batches of {EXACT}: exact for losses of embeddings",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..models import evaluated, seeded
 from .images import ImageTask, Samples, generated, read_folder
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import BatchLoss, Way, at_once, exact
+from .ways import BatchLoss, Way, exact_way, one_backward
 
 BATCH, UPDATES, EXACT = 32, 200, 16
 
@@ -84,7 +84,7 @@ def counting(data: str | Path | None = None) -> CoupledRecipe:
 
     def way(name: str, how: str, norm: Norm, *, bias: bool = True) -> Way:
         model = seeded(partial(sized, norm, bias=bias))
-        return Way(name=name, how=how, model=model, update=at_once(loss))
+        return Way(name=name, how=how, model=model, update=one_backward(loss))
 
     def of_groups(size: int) -> Way:
         how = f"micro-batches of {size}, each with its own BatchNorm statistics"
@@ -108,7 +108,7 @@ def counting(data: str | Path | None = None) -> CoupledRecipe:
         batch_size=BATCH,
         updates=UPDATES,
         ways=(
-            exact(loss, whole, EXACT, f"the statistics of all {BATCH} samples"),
+            exact_way(loss, whole, EXACT, f"the statistics of all {BATCH} samples"),
             *map(of_groups, (8, 4, 2)),
             way("GroupNorm", group, partial(nn.GroupNorm, 4)),
             way("frozen BatchNorm", frozen, FrozenNorm),

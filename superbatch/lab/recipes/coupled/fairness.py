@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..models import dtype_of, seeded
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import exact, groups, plain, rows
+from .ways import exact_way, in_microbatches, plain_way, select
 
 BATCH, UPDATES, EXACT = 256, 300, 128
 HELD_OUT = 8000
@@ -52,7 +52,7 @@ def loss(
     `unbiased` replaces the square by the product of the gaps of two halves, which are independent.
     """
     logits = model(batch["features"])[:, 0]
-    scores, group = groups(logits.sigmoid(), size), groups(batch["group"], size)
+    scores, group = in_microbatches(logits.sigmoid(), size), in_microbatches(batch["group"], size)
     if unbiased:
         left, right = zip(scores.chunk(2, -1), group.chunk(2, -1), strict=True)
         penalty = gap(*left) * gap(*right)
@@ -81,16 +81,16 @@ def fairness() -> CoupledRecipe:
         description="a small classifier of generated tables, with a penalty on the squared gap of two groups",
         model=model,
         samples=len(train["label"]),
-        batch=partial(rows, train),
+        batch=partial(select, train),
         loss_fn=lambda model: partial(loss, model, strength=10.0),
         margin=1.0,
         learning_rates={"adam": 3e-3},
         batch_size=BATCH,
         updates=UPDATES,
         ways=(
-            exact(loss, model, EXACT, f"the squared gap of all {BATCH} samples"),
-            *(plain(loss, model, m, "the mean of their squared gaps") for m in (64, 16)),
-            *(plain(halves, model, m, of_halves, kind="unbiased") for m in (64, 16)),
+            exact_way(loss, model, EXACT, f"the squared gap of all {BATCH} samples"),
+            *(plain_way(loss, model, m, "the mean of their squared gaps") for m in (64, 16)),
+            *(plain_way(halves, model, m, of_halves, kind="unbiased") for m in (64, 16)),
         ),
         points=tuple(Point(learning_rate=3e-3, strength=strength) for strength in (1.0, 3.0, 10.0, 30.0)),
         validate=lambda model: measured(model, valid)[0],

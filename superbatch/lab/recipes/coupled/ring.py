@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..models import dtype_of, seeded
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import exact, groups, plain, rows
+from .ways import exact_way, in_microbatches, plain_way, select
 
 BATCH, UPDATES, EXACT = 256, 300, 64
 RADIUS, MODES, SPREAD = 2.0, 8, 0.15
@@ -42,7 +42,7 @@ def sliced(first: Tensor, second: Tensor) -> Tensor:
 
 def loss(model: nn.Module, batch: Points, strength: float = 0.0, *, size: int | None = None) -> Tensor:
     """Return the distance between generated and given points, as a mean over micro-batches."""
-    return sliced(groups(model(batch["noise"]), size), groups(batch["points"], size))
+    return sliced(in_microbatches(model(batch["noise"]), size), in_microbatches(batch["points"], size))
 
 
 @torch.no_grad()
@@ -74,15 +74,15 @@ def ring() -> CoupledRecipe:
         description="a generator of eight Gaussians on a ring of radius 2, by sliced Wasserstein distance",
         model=model,
         samples=len(train["noise"]),
-        batch=partial(rows, train),
+        batch=partial(select, train),
         loss_fn=lambda model: partial(loss, model),
         margin=0.02,
         learning_rates={"adam": 0.01},
         batch_size=BATCH,
         updates=UPDATES,
         ways=(
-            exact(loss, model, EXACT, f"{BATCH} points sorted against {BATCH}"),
-            *(plain(loss, model, m, f"points sorted against {m} points") for m in (32, 8, 4, 2)),
+            exact_way(loss, model, EXACT, f"{BATCH} points sorted against {BATCH}"),
+            *(plain_way(loss, model, m, f"points sorted against {m} points") for m in (32, 8, 4, 2)),
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
         validate=lambda model: -measured(model, valid)[0],

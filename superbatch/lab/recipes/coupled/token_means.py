@@ -21,7 +21,7 @@ from ..models import seeded
 from ..text import IGNORE
 from .corpora import START, Texts, corpus
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Way, accumulated, at_once, groups, plain, rows
+from .ways import Way, accumulated, in_microbatches, one_backward, plain_way, select
 
 BATCH, UPDATES, EXACT = 32, 100, 16
 SHARE = 8  # one text in this number is long
@@ -48,7 +48,7 @@ class Convolutions(nn.Module):
 
 def _mixed(longs: Texts, shorts: Texts) -> Texts:
     """Add short texts, repeated if necessary, until one text in `SHARE` is long."""
-    repeated = rows(shorts, torch.arange((SHARE - 1) * len(longs["ids"])) % len(shorts["ids"]))
+    repeated = select(shorts, torch.arange((SHARE - 1) * len(longs["ids"])) % len(shorts["ids"]))
     room = longs["ids"].shape[1] - shorts["ids"].shape[1]
     filler = {"ids": START, "labels": IGNORE}
     return {
@@ -76,7 +76,9 @@ def loss(model: nn.Module, batch: Texts, strength: float = 0.0) -> Tensor:
 
 def mean_of_means(model: nn.Module, batch: Texts, strength: float, *, size: int) -> Tensor:
     """Return the mean over micro-batches of their mean losses."""
-    sums, counts = (groups(each, size).sum(1) for each in (token_losses(model, batch), tokens(batch)))
+    sums, counts = (
+        in_microbatches(each, size).sum(1) for each in (token_losses(model, batch), tokens(batch))
+    )
     return (sums / counts).mean()
 
 
@@ -96,9 +98,9 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
     found = corpus(data)
     both = found.longs, found.shorts
     valid, test = (
-        tuple(rows(each, slice(first, first + held_out)) for each in both) for first in (0, HELD_OUT)
+        tuple(select(each, slice(first, first + held_out)) for each in both) for first in (0, HELD_OUT)
     )
-    train = _mixed(*(rows(each, slice(2 * HELD_OUT, None)) for each in both))
+    train = _mixed(*(select(each, slice(2 * HELD_OUT, None)) for each in both))
     usual = BATCH * tokens(train).double().mean().item()
     model, weight = seeded(Convolutions), count_tokens("labels", ignore_index=IGNORE)
 
@@ -108,7 +110,7 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
         f"the others are {found.short}",
         model=model,
         samples=len(train["ids"]),
-        batch=partial(rows, train),
+        batch=partial(select, train),
         loss_fn=lambda model: partial(loss, model),
         margin=0.03,
         learning_rates={"adam": 0.01},
@@ -124,12 +126,12 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
                 model=model,
                 update=accumulated(Accumulator, loss, microbatch_size=EXACT, weight=weight),
             ),
-            *(plain(mean_of_means, model, m, "equal weight for any number of tokens") for m in (4, 1)),
+            *(plain_way(mean_of_means, model, m, "equal weight for any number of tokens") for m in (4, 1)),
             Way(
                 name="fixed divisor",
                 how="sums over tokens divided by the average number of tokens of a batch",
                 model=model,
-                update=at_once(partial(fixed_divisor, usual=usual)),
+                update=one_backward(partial(fixed_divisor, usual=usual)),
             ),
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),

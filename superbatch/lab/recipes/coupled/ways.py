@@ -32,16 +32,16 @@ class Way:
     update: MakeUpdate
 
 
-def rows(table: dict[str, Tensor], indices: Tensor | slice) -> dict[str, Tensor]:
+def select(table: dict[str, Tensor], indices: Tensor | slice) -> dict[str, Tensor]:
     """Return the samples of these indices from a table of columns."""
     return {name: values[indices] for name, values in table.items()}
 
 
-def groups(values: Tensor, size: int | None) -> Tensor:
-    """Split rows into micro-batches along a new first dimension; None for a single one.
+def in_microbatches(values: Tensor, size: int | None) -> Tensor:
+    """Reshape rows into micro-batches of a size along a new first dimension; None makes a single one.
 
     Examples:
-        >>> groups(torch.arange(4), 2).tolist()
+        >>> in_microbatches(torch.arange(4), 2).tolist()
         [[0, 1], [2, 3]]
     """
     return values.unsqueeze(0) if size is None else values.unflatten(0, (-1, size))
@@ -54,23 +54,25 @@ def accumulated(kind: Callable[..., Update], loss: BatchLoss, **options: Any) ->
     )
 
 
-def exact(loss: BatchLoss, model: Callable[[int], nn.Module], size: int, how: str) -> Way:
-    """Return the reference for all other ways: `superbatch.torch.WholeBatch`."""
+def exact_way(loss: BatchLoss, model: Callable[[int], nn.Module], size: int, how: str) -> Way:
+    """Return the exact way, the reference for all others: `superbatch.torch.WholeBatch`."""
     how = f"WholeBatch in micro-batches of {size}: {how}"
     update = accumulated(WholeBatch, loss, microbatch_size=size)
     return Way(name="superbatch", how=how, model=model, update=update)
 
 
-def plain(
+def plain_way(
     loss: BatchLoss, model: Callable[[int], nn.Module], size: int, how: str, kind: str = "plain"
 ) -> Way:
     """Return a way with one loss per micro-batch; `loss` has a parameter `size` for their size."""
     how = f"micro-batches of {size}: {how}"
-    return Way(name=f"{kind}, m = {size}", how=how, model=model, update=at_once(partial(loss, size=size)))
+    return Way(
+        name=f"{kind}, m = {size}", how=how, model=model, update=one_backward(partial(loss, size=size))
+    )
 
 
-def at_once(loss: BatchLoss) -> MakeUpdate:
-    """Make updates with one backward of the loss of the batch."""
+def one_backward(loss: BatchLoss) -> MakeUpdate:
+    """Make updates with one backward pass of the loss of the whole batch."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
         def update(batch: Any) -> None:

@@ -30,14 +30,16 @@ def check_options(options: Options) -> None:
     check_memory_device(options.device)
 
 
-class Question(NamedTuple):
+class WindowToJudge(NamedTuple):
     """Accumulation to judge: the samples of a micro-batch and the number of micro-batches."""
 
     microbatch_size: int
     accumulation_steps: int
 
 
-def question(recipe: Recipe | None, options: Options, *, largest: Callable[[int], int] = int) -> Question:
+def window_to_judge(
+    recipe: Recipe | None, options: Options, *, largest: Callable[[int], int] = int
+) -> WindowToJudge:
     """Return the accumulation to judge: of micro-batch, steps and batch, two determine the third.
 
     By default the micro-batch is the recipe's batch and there are eight of them. If that does not fit into
@@ -69,7 +71,7 @@ def question(recipe: Recipe | None, options: Options, *, largest: Callable[[int]
             f"A batch of {batch} is one micro-batch of {size} on each rank, so there is no accumulation to "
             "judge. Give smaller micro-batches, a larger batch, or --accumulation-steps."
         )
-    return Question(size, steps)
+    return WindowToJudge(size, steps)
 
 
 def _size(own: int, options: Options, largest: Callable[[int], int]) -> int:

@@ -36,7 +36,7 @@ CPU_BLOCK = 64  # CPU allocations are rounded up to multiples of this, as in pre
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class TrialRun:
     """A model and a batch of a recipe, to make windows of any size."""
 
     recipe: Recipe
@@ -51,7 +51,7 @@ class Rehearsal:
         """Device of the model."""
         return next(self.model.parameters()).device
 
-    def take(self, samples: int, *, start: int = 0) -> Any:
+    def microbatch(self, samples: int, *, start: int = 0) -> Any:
         """Return a micro-batch of the batch."""
         start = min(start, self.samples - samples)  # the last one may overlap the one before
         return plan(self.batch).take(start, start + samples)
@@ -59,7 +59,7 @@ class Rehearsal:
     def window_of(self, samples: int, *, count: int) -> Window:
         """Return a window of `count` micro-batches, which repeat if the batch has fewer."""
         available = max(1, self.samples // samples)
-        return Window([self.take(samples, start=i % available * samples) for i in range(count)])
+        return Window([self.microbatch(samples, start=i % available * samples) for i in range(count)])
 
     def trainer(self) -> Trainer:
         """Return a trainer with a new optimizer, which has no state yet."""
@@ -72,7 +72,7 @@ class Rehearsal:
         trainer = self.trainer()
         return predict(
             trainer.loss_fn,
-            self.take(samples),
+            self.microbatch(samples),
             models=[self.model],
             optimizers=[trainer.optimizer],
             # The batch is in host memory: on another device micro-batches are copies.
@@ -113,7 +113,7 @@ class Trainer:
             loss_fn=self.loss_fn,
             # "auto" would sum these few micro-batches in low precision, those of a long window in float32.
             gradient_sum=torch.float32 if dtype_of(model) in LOW_PRECISION else None,
-            check=False,  # the check would run the loss more often; `refusal` has made it before
+            check=False,  # the check would run the loss more often; `coupling_error` has made it before
         )
 
     def time(self, window: Window) -> tuple[float, float]:
@@ -136,22 +136,22 @@ class Trainer:
             torch.cuda.synchronize(device)
 
 
-def prepare(
+def prepare_trial(
     recipe: Recipe, *, optimizer: str, dtype: str, device: str | torch.device, samples: int
-) -> Rehearsal:
+) -> TrialRun:
     """Make the model and the batch of a recipe; samples repeat if the recipe has fewer than the batch."""
     batch = cast_batch(recipe.batch(torch.arange(samples) % recipe.samples), dtype)
     model = recipe.model(0).to(device=device, dtype=getattr(torch, dtype))
-    return Rehearsal(recipe, optimizer, model, batch, samples)
+    return TrialRun(recipe, optimizer, model, batch, samples)
 
 
-def refusal(rehearsal: Rehearsal) -> str | None:
+def coupling_error(trial: TrialRun) -> str | None:
     """Make an update of a few samples; return the error if the accumulator refuses coupled samples."""
-    recipe, few, model = rehearsal.recipe, min(4, rehearsal.samples), rehearsal.model
-    optimizer = recipe.optimizers[rehearsal.optimizer](model.parameters(), RATE)
+    recipe, few, model = trial.recipe, min(4, trial.samples), trial.model
+    optimizer = recipe.optimizers[trial.optimizer](model.parameters(), RATE)
     accumulate = accumulator(recipe, model, optimizer, microbatch_size=-(-few // 2))
     try:
-        accumulate(rehearsal.take(few))
+        accumulate(trial.microbatch(few))
     except CoupledSamplesError as error:
         return str(error)
     return None

@@ -12,13 +12,13 @@ from superbatch.batch.split import near_equal
 from superbatch.results.memory import Limit, Peak, Saving
 from superbatch.tuning.search import MemoryCurve, corrected, fastest, fit_curve, halvings, time_per_sample
 
-from ..report.fitting import DRAWN_ON, Reach, Size
+from ..report.fitting import EXTRAPOLATED_TO, EffectiveBatch, Size
 
 BATCHES = (1, 4, 16, 64, 256)  # effective batches of the report, as multiples of the batch
 
 
 @dataclass
-class Findings:
+class FitMeasurements:
     """Measurements so far. A size is the samples of a micro-batch."""
 
     limit: Limit  # of memory, with its source
@@ -61,7 +61,7 @@ class Findings:
         return 0 if self.curve is None else self.curve.largest(self.usable, self.batch_size)
 
     @property
-    def top(self) -> int:
+    def largest_in_split(self) -> int:
         """Largest micro-batch of the near-equal split of the batch by `largest`; 0 if none fits."""
         return near_equal(self.batch_size, self.largest)[0] if self.largest else 0
 
@@ -70,12 +70,12 @@ class Findings:
         """Largest micro-batch that would fit if the batch were larger; None if that is not known.
 
         The curve is continued as a straight line. That is right for separate samples only, because a loss
-        over all pairs of a batch grows faster. It ends at `DRAWN_ON` times the batch, beyond which the
+        over all pairs of a batch grows faster. It ends at `EXTRAPOLATED_TO` times the batch, beyond which the
         extrapolation is not reliable.
         """
         if self.curve is None or self.refused is not None:
             return None
-        return self.curve.largest(self.usable, DRAWN_ON * self.batch_size)
+        return self.curve.largest(self.usable, EXTRAPOLATED_TO * self.batch_size)
 
     @property
     def timed(self) -> dict[int, list[float]]:
@@ -91,19 +91,19 @@ class Findings:
         """Return True if micro-batches of a size are within the limit, by the curve so far."""
         return self.curve is not None and self.curve.at(samples) <= self.usable
 
-    def plan(self, asked: Sequence[int] = ()) -> None:
-        """Set `planned` to the sizes asked for, or to the largest that fits and its halves.
+    def plan_sizes(self, requested: Sequence[int] = ()) -> None:
+        """Set `planned` to the requested sizes, or to the largest that fits and its halves.
 
         Each is the largest micro-batch of a near-equal split of the batch, so it occurs in training. Sizes
         above the limit are planned, too, for the report.
         """
         whole = halvings(self.batch_size)
-        if asked:
-            self.planned = tuple(sorted({*asked}))
+        if requested:
+            self.planned = tuple(sorted({*requested}))
         elif not 0 < self.largest < self.batch_size:
             self.planned = tuple(whole)
         else:
-            below = {near_equal(self.batch_size, samples)[0] for samples in halvings(self.top)}
+            below = {near_equal(self.batch_size, samples)[0] for samples in halvings(self.largest_in_split)}
             self.planned = (*sorted(below), *(samples for samples in whole if samples > self.largest))
 
     def sizes(self) -> tuple[Size, ...]:
@@ -118,14 +118,14 @@ class Findings:
         known = {size: time_per_sample(seconds) for size, seconds in sorted(self.timed.items())}
         return float(np.interp(samples, [*known], [*known.values()])) if known else None
 
-    def reach(self) -> tuple[Reach, ...]:
+    def reach(self) -> tuple[EffectiveBatch, ...]:
         """Return the effective batches of the fastest size; none if the accumulator refuses to split."""
         samples = self.fastest or self.largest
         if not samples or self.refused is not None:
             return ()
         batches = [times * self.batch_size for times in BATCHES]
         return tuple(
-            Reach(
+            EffectiveBatch(
                 batch=batch,
                 microbatches=len(parts),
                 samples=parts[0],
