@@ -261,7 +261,7 @@ def group_mean(f: Any, t: Any) -> Tensor:
 
 
 def worst_group(f: Any, t: Any) -> Tensor:
-    """Group DRO: the larger of two groups' mean losses. The groups come from the data, not from the labels."""
+    """Group DRO: the larger of two groups' mean losses. The groups do not come from the labels."""
     each = F.cross_entropy(f(t["x"]), t["label"], reduction="none")
     group = (t["counts"][:, 0] > 2).long()
     total = torch.zeros(2, dtype=each.dtype).scatter_add(0, group, each)
