@@ -293,13 +293,15 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
     if momentum:
         check_momentum(
             step.optimizers,
-            max_grad_norm=step.max_grad_norm,
-            clip=step.clip,
-            scaler=step.scaler,
-            masters=step.masters_copied,
-            weight_returned=config.weigh == "returned",
-            nonfinite_skip_microbatch=config.nonfinite == "skip_microbatch",
-            ranks=config.sync.shared,
+            {
+                "max_grad_norm=": step.max_grad_norm,
+                "clip=": step.clip,
+                "scaler=": step.scaler,
+                "MasterWeights": step.masters_copied,
+                'weight="returned"': config.weigh == "returned",
+                'nonfinite="skip_microbatch"': config.nonfinite == "skip_microbatch",
+                "several ranks": config.sync.shared,
+            },
         )
     # Before the first window: ClipValue itself raises only once it gets a gradient.
     if isinstance(step.clip, ClipValue) and any(entry.parameter.is_complex() for entry in config.owned):
