@@ -31,7 +31,7 @@ from .nonfinite import Culprit
 from .participants.gradient_sum import clear
 from .participants.momentum_gradients import MomentumGradientSum
 from .participants.noise.windows import WindowSum
-from .transaction import Transaction, take_each
+from .transaction import Transaction, run_all
 from .update_rule import Once, OptimizerSteps
 
 
@@ -158,13 +158,13 @@ class Ending:
         Raises:
             BaseException: a scheduler or a participant raised it; everything else is finished.
         """
-        take_each(*self.rest)
+        run_all(*self.rest)
 
     def abort(self) -> None:
         """Commit the window after an optimizer raised inside `step()`; parameters stay half updated."""
         window, config = self._window, self._window.config
         scale = [] if window.scale is None else [window.scale.restore]
-        take_each(*self._after_step, partial(clear, config.owned), *scale, *window.commits())
+        run_all(*self._after_step, partial(clear, config.owned), *scale, *window.commits())
 
     def _agree(self) -> None:
         """Wait until all ranks that share the window are ready for the update.
@@ -202,13 +202,13 @@ class Ending:
         # The last exchange before the step, so that no rank steps alone.
         agree = self._agree if config.sync.shared else None
         self._point_of_no_return = steps = OptimizerSteps(rule, window.gradients, config.before_step, agree)
-        reason = steps.take()
+        reason = steps.run()
         # A wrapper may have skipped the step of its optimizer: then the window is restored.
         if reason:
             window.restore()
             self._record(found, rates, norm=norm, skipped=reason)
         else:
-            take_each(*self.rest)
+            run_all(*self.rest)
 
     def _keep_gradient(
         self,
@@ -251,7 +251,7 @@ class Ending:
         """Call `point`, which makes the window final, then run `rest`."""
         self.rest = list(rest)
         self._point_of_no_return = Once(point)
-        self._point_of_no_return.take()
+        self._point_of_no_return.run()
         self.complete()
 
     def _prepare_commit(self) -> None:

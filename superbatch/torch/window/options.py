@@ -269,8 +269,8 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
     """
     step, terms = config.rule, config.declared.terms
     momentum = gradient_sum == "momentum"
-    if config.sync.in_step:
-        _check_in_step(config)
+    if config.sync.has_collective_forwards:
+        _check_sharded_options(config)
         if gradient_sum not in ("auto", None):
             raise InputError(
                 f"gradient_sum={gradient_sum!r} has no effect on parameters sharded by fully_shard, which "
@@ -311,7 +311,7 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
         )
 
 
-def _check_in_step(config: Config) -> None:
+def _check_sharded_options(config: Config) -> None:
     """Raise for options that need the whole gradient, because this rank has only its shards."""
     reasons = {
         "observers=[NoiseMeter()] needs the whole gradient of each micro-batch": config.noise is not None,

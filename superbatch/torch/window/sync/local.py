@@ -24,7 +24,7 @@ class Local:
 
     group: Any = None
     count, index = 1, 0
-    shared, in_step, reduces = False, False, True
+    shared, has_collective_forwards, reduces = False, False, True
     report = RanksReport("alone", 1, "never")
 
     def no_sync(self) -> ExitStack:
@@ -38,7 +38,7 @@ class Local:
         """Return an empty context: parameters are not sharded."""
         return nullcontext()
 
-    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
+    def begin_microbatch(self, *, last: bool, zero_weight: bool = False) -> None:
         """No-op: there is no other rank."""
 
     def zero_backward(self, *, again: bool) -> None:
@@ -87,7 +87,7 @@ class Local:
         """Return the vote of this process."""
         return raised
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
+    def microbatch_counts(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
         """Return the number of micro-batches in a list."""
         return [microbatches]
 

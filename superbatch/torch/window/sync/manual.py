@@ -34,7 +34,7 @@ class Manual:
         device: device of the tensors in which numbers are exchanged.
     """
 
-    in_step = False
+    has_collective_forwards = False
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
@@ -77,7 +77,7 @@ class Manual:
         """Return an empty context: parameters are not sharded."""
         return nullcontext()
 
-    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
+    def begin_microbatch(self, *, last: bool, zero_weight: bool = False) -> None:
         """No-op: forwards do not communicate."""
 
     def zero_backward(self, *, again: bool) -> None:
@@ -149,7 +149,7 @@ class Manual:
         """Return True on every rank if `raised` is True on any rank."""
         return bool(self.sum_numbers([raised])[0])
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
+    def microbatch_counts(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
         """Return the number of micro-batches of this rank, because forwards do not communicate."""
         return [microbatches]
 
@@ -196,9 +196,9 @@ class Manual:
         """Return the sums of the gradients over the ranks, with None for a gradient that no rank has."""
         if not self.shared:
             return gradients
-        held = self.sum_numbers(map(kind, gradients)) if announced is None else announced
+        kind_sums = self.sum_numbers(map(kind, gradients)) if announced is None else announced
         with self._lost_on_error(exchanges := Exchanges(self.group)):
-            return all_reduced(gradients, parameters, zeros, held, exchanges)
+            return all_reduced(gradients, parameters, zeros, kind_sums, exchanges)
 
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
         """Return the 2-norm, and True if every element is finite: the same on every rank."""
