@@ -73,7 +73,7 @@ class WindowWeights(Protocol):
         """Return the loss of a micro-batch and its term; of several terms, the first that is not finite."""
         ...
 
-    def each(self, losses: Any) -> list[float]:
+    def one_per_microbatch(self, losses: Any) -> list[float]:
         """Return one number for each micro-batch, which is 0 if one of its losses is 0."""
         ...
 

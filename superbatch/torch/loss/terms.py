@@ -190,7 +190,7 @@ class TermWeights:
         counting = [name for name, term in self._terms.items() if not term.is_known_zero(index)]
         return sum(losses[name][index] for name in counting), ""
 
-    def each(self, losses: Mapping[str, list[float]]) -> list[float]:
+    def one_per_microbatch(self, losses: Mapping[str, list[float]]) -> list[float]:
         """Return the smallest magnitude of each micro-batch's losses, which is 0 if one of them is 0."""
         # `check_schedule` uses it to detect the first loss that is not 0.
         return [min(map(abs, row)) for row in zip(*losses.values(), strict=True)]

@@ -216,7 +216,7 @@ class Weights:
         """Return the loss of a micro-batch, and the name of its term."""
         return losses[index], self._term
 
-    def each(self, losses: list[float]) -> list[float]:
+    def one_per_microbatch(self, losses: list[float]) -> list[float]:
         """Return one loss for each micro-batch."""
         return losses
 

@@ -150,7 +150,7 @@ class AutoSize(Sizing):
             self._planned = _begin_with(first, samples, rest)
         return list(self._planned)
 
-    def rest(self, left: int) -> list[int] | None:
+    def sizes_of_rest(self, left: int) -> list[int] | None:
         """Return new sizes for the remaining samples if the last micro-batch changed the estimate."""
         del self._planned[:1]
         history = self._history
@@ -219,7 +219,7 @@ class AutoSize(Sizing):
         history, limit = self._history, self._budget.limit
         if history is None or limit is None:
             return None
-        most = min(self._budget.largest(history), self.most or self._samples, self._samples)
+        most = min(self._budget.largest(history), self.most_samples or self._samples, self._samples)
         chosen, why = self._choice(history, most)
         next_largest = self._budget.next_largest(history, iter(self._histories.values()))
         return MemoryReport(
@@ -242,7 +242,7 @@ class AutoSize(Sizing):
         assert history is not None
         self._target = 0
         fitting = self._budget.largest(history)
-        size = min(fitting, self.most or self._samples, self._samples)
+        size = min(fitting, self.most_samples or self._samples, self._samples)
         if history.how == "small real runs" and not history.needed:
             # The first micro-batch of a window is not measured; the next two give the curve.
             return _begin_with(1 if self._index == 0 else 4 if history.measured else 2, left, left)
@@ -250,10 +250,10 @@ class AutoSize(Sizing):
         if self._compiled:
             # Each new size compiles the model again: use one safe guess, and keep it.
             self._budget.end_search(history, history.size or min(allowed, near_equal(left, size)[0]))
-            return near_equal(left, min(history.size, self.most or left))
+            return near_equal(left, min(history.size, self.most_samples or left))
         if self._mode == "fastest":
             # From the samples of the whole window: the rest may be smaller than any size to try.
-            size, trial = self._fastest(history, min(self.most or self._samples, fitting), allowed)
+            size, trial = self._fastest(history, min(self.most_samples or self._samples, fitting), allowed)
             if trial and left >= _ENOUGH * trial:
                 self._target = trial
                 return _begin_with(trial, left, size)
@@ -310,7 +310,7 @@ class AutoSize(Sizing):
 
     def _choice(self, history: SizeHistory, most: int) -> tuple[int, str]:
         size = near_equal(self._samples, min(history.size or most, most))[0]
-        if self.most is not None:
+        if self.most_samples is not None:
             return size, "memory ran out with larger sizes, which are tried again later"
         timed = {key: seconds for key, seconds in history.timings.items() if seconds}
         if self._mode == "fastest" and history.size in timed:

@@ -272,8 +272,8 @@ def split_batch(
         # With collective forwards the ranks must keep equal numbers of micro-batches: no rank may cut again.
         recut = None if sync.has_collective_forwards else planned
         return MicrobatchList(cut(planned, sizes), sizes, None, paths, batch=recut, source=batch)
-    # `most` is set once a window with more samples has run out of memory.
-    size, most = sizing.size, sizing.most if sizing.learns else None
+    # `most_samples` is set once a window with more samples has run out of memory.
+    size, most = sizing.size, sizing.most_samples if sizing.learns else None
     if most is not None and isinstance(size, int):
         size = min(size, most)
     source = None if isinstance(batch, Window) else batch

@@ -317,7 +317,7 @@ class OpenWindow(Generic[T]):
             self._progress.microbatches.clear,
             *([] if transfer is None else [transfer.forget]),
             *self._closing_steps(self, made),
-            self._ending.rest.clear,  # last, because `complete` may run them again until here
+            self._ending.remaining_steps.clear,  # last, because `complete` may run them again until here
         )
 
     def _iterate(self) -> Generator[Any, None, None]:
@@ -376,7 +376,7 @@ class OpenWindow(Generic[T]):
         """Split the remaining samples again if measurements suggest another micro-batch size."""
         microbatches = self._progress.microbatches
         assert microbatches.samples is not None, "samples that can be split can be counted"
-        sizes = self.transaction.sizing.rest(sum(microbatches.samples[index:]))
+        sizes = self.transaction.sizing.sizes_of_rest(sum(microbatches.samples[index:]))
         if sizes is not None:
             microbatches.recut(index, sizes)
             self._progress.weigh_again()  # each new micro-batch needs a weight of its own

@@ -48,19 +48,19 @@ class Exchanges:
         group: the process group.
 
     Attributes:
-        made: number of exchanges that have ended.
+        completed: number of exchanges that have ended.
         inside: True during an exchange. If an error comes there, the other ranks cannot be reached.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self.made, self.inside = 0, False
+        self.completed, self.inside = 0, False
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a tensor over the ranks, in place."""
         self.inside = True
         dist.all_reduce(tensor, group=self._group)
-        self.made, self.inside = self.made + 1, False
+        self.completed, self.inside = self.completed + 1, False
 
 
 def kind(gradient: Tensor | None) -> float:
@@ -137,7 +137,7 @@ def _take_part(
     for parameter in parameters:
         parameter.grad = None
     # This rank has made these exchanges before it failed, and the other ranks do not repeat them.
-    skip = exchanges.made
+    skip = exchanges.completed
     dense: list[_Like] = []
     for index, (like, ranks) in enumerate(zip(likes, kind_sums, strict=True)):
         if ranks >= SPARSE:

@@ -63,7 +63,7 @@ class Local:
     def fail(self, failed: str) -> None:
         """No-op: there is no other rank."""
 
-    def lose(self, error: BaseException) -> RankError:
+    def record_lost(self, error: BaseException) -> RankError:
         """Return the error for a rank that cannot be reached; never called, without other ranks."""
         return RankError(str(error))
 

@@ -127,11 +127,11 @@ class Manual:
             self._exchange_messages(here.message(failed))
         except RuntimeError as error:  # not raised, because this rank's own error is raised
             if not here.lost:
-                here.lose(error)
+                here.record_lost(error)
 
-    def lose(self, error: BaseException) -> RankError:
+    def record_lost(self, error: BaseException) -> RankError:
         """Record that the other ranks cannot be reached, and return the error for it."""
-        return self._position.lose(error)
+        return self._position.record_lost(error)
 
     def first(self, number: int) -> int:
         """Return rank 0's number (below 2**53) on every rank."""
@@ -215,7 +215,7 @@ class Manual:
             yield
         except BaseException as error:
             if not isinstance(error, RankError) and (exchanges is None or exchanges.inside):
-                self._position.lose(error)
+                self._position.record_lost(error)
             raise
 
     def _exchange_header(self) -> None:
@@ -261,7 +261,7 @@ class Manual:
         except RuntimeError as error:
             if out_of_memory(error):
                 raise
-            raise self.lose(error) from error
+            raise self.record_lost(error) from error
 
     def _of_each(self, number: int) -> list[float]:
         return self.sum_numbers([number if rank == self.index else 0 for rank in range(self.count)])

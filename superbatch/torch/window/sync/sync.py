@@ -142,7 +142,7 @@ class Sync(Protocol):
         """
         ...
 
-    def lose(self, error: BaseException) -> RankError:
+    def record_lost(self, error: BaseException) -> RankError:
         """Record that the other ranks cannot be reached, and return the error for it.
 
         Args:
