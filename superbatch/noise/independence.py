@@ -88,7 +88,7 @@ class IndependenceTest:
         >>> test, normal = IndependenceTest(), random.Random(0).gauss
         >>> for _ in range(300):  # mean losses have the variance 3; 1 is expected from their micro-batches
         ...     test.add(normal(0, 3**0.5), 1.0)
-        >>> test.judged().verdict
+        >>> test.result().verdict
         'shared'
     """
 
@@ -153,7 +153,7 @@ class IndependenceTest:
         (ab, bc, ac), (va, vb, vc) = squares, explained
         self._add_values((ab + bc) / 4, ac / 2, (va + 2 * vb + vc) / 4, (va + vc) / 2)
 
-    def judged(self, drawn: float = 0.0) -> Independence:
+    def result(self, drawn: float = 0.0) -> Independence:
         """Return the verdict on all triples so far.
 
         Args:

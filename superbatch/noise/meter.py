@@ -36,7 +36,7 @@ from .over_run import relative_time as relative_time
 POWERS = (1, 2)
 """Measured powers of Adam's preconditioner besides 0, which is the plain gradient."""
 
-PROXY, PROXY_BESIDE = "proxy", "proxy, beside the gradient"
+PROXY, PROXY_WITH_GRADIENT = "proxy", "proxy, beside the gradient"
 """Names of two averages of the proxy: over all windows in which it was measured, and over the windows in
 which the noise scale of the whole gradient was measured as well."""
 
@@ -165,7 +165,7 @@ class NoiseMeter:
         """Add an optional measurement of a window; ignore it if its square would overflow.
 
         Args:
-            name: name of the average: from `power_name`, `PROXY` or `PROXY_BESIDE`.
+            name: name of the average: from `power_name`, `PROXY` or `PROXY_WITH_GRADIENT`.
             one: result of `estimate`.
             samples: the window's `effective_samples`.
         """
@@ -220,7 +220,7 @@ class NoiseMeter:
         few = self._windows < FEWEST_WINDOWS
         samples = self._samples / debias if debias else 0.0
         drawn = samples / self.data_size if self.data_size else 0.0
-        independence = self._losses.judged(drawn) if self._has_losses else None
+        independence = self._losses.result(drawn) if self._has_losses else None
         total = self._ratio(self._total)
         groups = tuple(
             NoiseOfGroup(name=name, **self._ratio(moments).as_fields())
@@ -264,7 +264,7 @@ class NoiseMeter:
     def _proxy(self, total: Ratio) -> NoiseProxy:
         moments = self._beside.get(PROXY, Moments())
         ratio = self._ratio(moments)
-        beside = self._ratio(self._beside.get(PROXY_BESIDE, Moments())).batch_size
+        beside = self._ratio(self._beside.get(PROXY_WITH_GRADIENT, Moments())).batch_size
         reason = ratio.reason
         if moments.count < FEWEST_WINDOWS:
             reason = _too_few(moments.count, self._left_out_proxy)

@@ -85,5 +85,5 @@ def _sum(*, active: bool, failed: bool) -> list[int]:
         if out_of_memory(error):
             raise
         # After a failed collective the connection cannot be used again.
-        raise Position().lose(error) from error
+        raise Position().record_lost(error) from error
     return numbers.tolist()

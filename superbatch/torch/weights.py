@@ -14,10 +14,10 @@ from ..errors import InputError
 from .devices import where_float64_is
 
 Weight = Callable[[Any], int | float]
-Where = str | Callable[[Any], Any]
+PathOrFunction = str | Callable[[Any], Any]
 
 
-def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False) -> Weight:
+def count_tokens(where: PathOrFunction, *, ignore_index: int = -100, shift: bool = False) -> Weight:
     """Weigh a micro-batch by the number of tokens in its loss, for a cross entropy averaged over tokens.
 
     ``w = #{labels != ignore_index}``
@@ -60,7 +60,7 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
     return weight
 
 
-def sample_weights(where: Where) -> Weight:
+def sample_weights(where: PathOrFunction) -> Weight:
     """Weigh a micro-batch by the sum of its samples' weights: for a loss ``sum w_j l_j / sum w_j``.
 
     Args:
@@ -78,7 +78,7 @@ def sample_weights(where: Where) -> Weight:
     return lambda microbatch: float(where_float64_is(read(microbatch)).sum(dtype=torch.float64))
 
 
-def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> Weight:
+def class_weights(weight: Tensor, where: PathOrFunction, *, ignore_index: int = -100) -> Weight:
     """Weigh a micro-batch by the class weights of its labels, as ``CrossEntropyLoss(weight=weight)`` does.
 
     ``w = sum_j weight[label_j]`` over labels other than `ignore_index`.
@@ -122,7 +122,7 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
     return weigh
 
 
-def _reader(where: Where) -> Callable[[Any], Tensor]:
+def _reader(where: PathOrFunction) -> Callable[[Any], Tensor]:
     if not callable(where) and not isinstance(where, str):
         raise InputError(
             f"where={where!r} is a {type(where).__name__}, not a path. Pass a path such as "

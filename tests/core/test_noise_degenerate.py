@@ -28,7 +28,7 @@ def judged(windows: Iterable[np.ndarray]) -> Independence:
         mean = float(off.sum())
         test.add(test.centre + mean, estimate(float((off * off).sum()), mean * mean, 1 / K).variance)
     state = json.loads(json.dumps(test.state(), allow_nan=False))
-    return IndependenceTest.of_state(state).judged()
+    return IndependenceTest.of_state(state).result()
 
 
 def windows(rng: np.random.Generator, *, shared: float = 0.5, noise: float = 0.3) -> np.ndarray:
@@ -92,7 +92,7 @@ def test_negative_estimates_of_the_spread_give_no_verdict() -> None:
         explained.append(estimate(float((off * off).sum()), mean * mean, 0.82).variance)
         test.add(test.centre + mean, explained[-1])
     assert max(explained) < 0, "the premise"
-    assert test.judged().verdict is None
+    assert test.result().verdict is None
 
 
 @pytest.mark.parametrize("size", [1e80, 1e160, 1e300])

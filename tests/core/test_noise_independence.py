@@ -72,7 +72,7 @@ def judged(rng: np.random.Generator, windows: int, **setting: Any) -> Independen
     found, w = losses(rng, windows, **setting)
     for each in found:
         test.add(*window(each, w, test.centre))
-    return test.judged()
+    return test.result()
 
 
 INDEPENDENT: Mapping[str, dict[str, Any]] = {
@@ -105,7 +105,7 @@ def test_repeated_tests_in_a_run_seldom_reject_independence() -> None:
         test, (found, w) = IndependenceTest(), losses(rng, 1500)
         for t, each in enumerate(found):
             test.add(*window(each, w, test.centre))
-            said += t % 30 == 29 and test.judged().verdict is not None
+            said += t % 30 == 29 and test.result().verdict is not None
     assert said <= 5
 
 
@@ -144,8 +144,8 @@ def test_windows_that_draw_most_of_the_data_are_even_by_design() -> None:
     test, (found, w) = IndependenceTest(), losses(rng, 1200, even=0.17)
     for each in found:
         test.add(*window(each, w, test.centre))
-    assert test.judged().verdict == "even"
-    assert test.judged(drawn=0.3).verdict is None
+    assert test.result().verdict == "even"
+    assert test.result(drawn=0.3).verdict is None
 
 
 # ------------------------------------------------------------------------------------------------- the meter
@@ -245,4 +245,4 @@ def test_nonfinite_or_constant_losses_give_no_verdict() -> None:
         test.add(math.nan, 1.0)
         test.add(1.0, math.inf)
         test.add(1.0, 0.0)
-    assert test.judged() == Independence(verdict=None, ratio=None, low=0.0, high=math.inf, triples=0)
+    assert test.result() == Independence(verdict=None, ratio=None, low=0.0, high=math.inf, triples=0)

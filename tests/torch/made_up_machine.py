@@ -162,7 +162,7 @@ def window(sizing: AutoSize, machine: Machine, samples: int, *, width: int = 8) 
             continue
         done.append(sizes.pop(0))
         left = samples - sum(done)
-        new = sizing.rest(left)
+        new = sizing.sizes_of_rest(left)
         if new is not None:
             assert sum(new) == left and min(new) > 0
             sizes = new

@@ -77,7 +77,7 @@ class _Gather(torch.autograd.Function):
 class ShardedSync(Manual):
     """`Sync` for ranks with a shard of every parameter."""
 
-    in_step = True
+    has_collective_forwards = True
 
     def __init__(self, module: Sharded) -> None:
         super().__init__(module.group, torch.device("cpu"))
@@ -97,7 +97,7 @@ class ShardedSync(Manual):
         stack.callback(self.module.unsharded.clear)
         return stack
 
-    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
+    def begin_microbatch(self, *, last: bool, zero_weight: bool = False) -> None:
         """Record the number of gathers so far."""
         self.began = self.module.gathers
 
@@ -108,7 +108,7 @@ class ShardedSync(Manual):
                 next(iter(forwards))()
         return True
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
+    def microbatch_counts(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
         """Return the micro-batches of each rank: each forward gathers from all ranks."""
         windows = self.gather((microbatches, microbatches if samples is None else sum(samples)))
         if max(count for count, _ in windows) > min(reach for _, reach in windows):

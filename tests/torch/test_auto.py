@@ -442,7 +442,7 @@ def test_a_model_that_cannot_be_predicted_is_measured_by_its_first_micro_batches
         with sizing.measure(sizes[0]):
             model(batch[done : done + sizes[0]]).sum().backward()
         done += sizes.pop(0)
-        sizes = sizing.rest(64 - done) or sizes
+        sizes = sizing.sizes_of_rest(64 - done) or sizes
     assert first[0] == 1
     report = sizing.report()
     assert report is not None and report.how == "small real runs"

@@ -223,4 +223,4 @@ def test_padding_by_0_in_one_micro_batch_of_a_loader_is_found_at_once() -> None:
 def test_the_spread_of_counts_is_the_contrast_of_the_picked_samples(values: list[float]) -> None:
     counts = torch.tensor(values)
     picked = counts[sample_counts.extremes(counts, 2)]
-    assert sample_counts.spread(counts) == pytest.approx(sample_counts.contrast(picked))
+    assert sample_counts.contrast_of_extremes(counts) == pytest.approx(sample_counts.contrast_of_cut(picked))

@@ -188,16 +188,16 @@ def test_a_call_that_did_not_start_is_repeated() -> None:
     numbers = iter([0, 1])
     call = Once(lambda: 1 / next(numbers))
     with pytest.raises(ZeroDivisionError):
-        call.take()
+        call.run()
     assert call.broken is not None, "premise: the Python function had started"
     with pytest.raises(ZeroDivisionError):
-        call.take()
+        call.run()
     assert not call.returned
     needs_one: Any = lambda one: one  # noqa: E731 - a function, not a method
     not_started = Once(needs_one)
     for _ in range(2):
         with pytest.raises(TypeError):
-            not_started.take()
+            not_started.run()
     assert not_started.broken is None and not not_started.returned
 
 
@@ -206,7 +206,7 @@ def test_a_failed_call_in_c_is_not_repeated() -> None:
     left = iter([])
     for call in (Once(left.__next__), Once(partial(next, left))):
         with pytest.raises(StopIteration):
-            call.take()
+            call.run()
         assert call.broken is not None
 
 

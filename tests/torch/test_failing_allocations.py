@@ -14,7 +14,7 @@ import pytest
 from superbatch.torch.window.participants.buffer_gradients import BufferGradientSum
 from superbatch.torch.window.participants.momentum_gradients import MomentumGradientSum
 from superbatch.torch.window.participants.parameter_gradients import GradientVersions, _versions
-from superbatch.torch.window.transaction import Transaction, take_each
+from superbatch.torch.window.transaction import Transaction, run_all
 from tests.torch.failing_allocations import TEXT, sweep
 from tests.torch.fault_cells import MODES, cell, cells
 
@@ -106,7 +106,7 @@ def test_every_restoring_step_runs_although_one_fails() -> None:
         raise KeyError("broken")
 
     with pytest.raises(KeyError, match="broken"):
-        take_each(lambda: done.append("first"), broken, scarce, lambda: done.append("last"))
+        run_all(lambda: done.append("first"), broken, scarce, lambda: done.append("last"))
     assert done == ["first", "first", "scarce", "scarce", "last"]
 
 

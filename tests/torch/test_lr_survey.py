@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from superbatch import InputError, LossSpecError, OptimizerError, WindowError
 from superbatch.torch import Accumulator, WholeBatch, Window, count_tokens, windows
 from superbatch.torch.options import GhostBatchNorm
-from superbatch.torch.tuning import dial as survey_dial
-from superbatch.torch.tuning import lr_survey
+from superbatch.torch.tuning import lr_survey, option_setter
 from superbatch.torch.virtual.trace.tensor import VirtualTensor
 from superbatch.tuning.survey import Sweep
 from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
@@ -517,8 +516,8 @@ def test_a_survey_leaves_nothing_in_memory() -> None:
 
 def test_the_default_range_depends_on_the_optimizer() -> None:
     parameters = [torch.zeros(1, requires_grad=True)]
-    assert survey_dial.range_of([torch.optim.SGD(parameters, lr=1.0)], "lr") == (1e-6, 10.0)
-    assert survey_dial.range_of([torch.optim.RMSprop(parameters)], "lr") == (1e-7, 1.0)
+    assert option_setter.range_of([torch.optim.SGD(parameters, lr=1.0)], "lr") == (1e-6, 10.0)
+    assert option_setter.range_of([torch.optim.RMSprop(parameters)], "lr") == (1e-7, 1.0)
 
 
 def test_the_copy_shares_the_model_and_no_counter() -> None:

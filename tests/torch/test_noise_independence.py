@@ -109,7 +109,7 @@ def with_restarts(seed: int, windows: int = 200, *, hidden: int = 0) -> Independ
         off = losses.detach().double() - test.centre
         mean, squares = float(off.mean()), float((off / K).square().sum())
         test.add(test.centre + mean, estimate(squares, mean * mean, 1 / K).variance)
-    return test.judged()
+    return test.result()
 
 
 def test_restarts_of_the_rate_are_not_called_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:

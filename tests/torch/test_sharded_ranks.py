@@ -168,7 +168,7 @@ def test_both_ranks_name_micro_batch_and_parameter_of_a_non_finite_gradient(foun
 class InStep(Local):
     """Sync of a rank whose forwards would wait for other ranks."""
 
-    in_step = True
+    has_collective_forwards = True
 
 
 @pytest.mark.parametrize(

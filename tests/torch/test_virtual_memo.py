@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from superbatch.torch import virtual_batch
 from superbatch.torch.virtual.ir.values import Value
 from superbatch.torch.virtual.run import memo
-from superbatch.torch.virtual.run.memo import Form
+from superbatch.torch.virtual.run.memo import KeyedCall
 
 
 class Run(NamedTuple):
@@ -169,11 +169,11 @@ def test_premises() -> None:
 
 # -- mutants: cache keys without a component -----------------------------------------------------------------
 
-_DESCRIBE, _INIT = Form._describe, Form.__init__
+_DESCRIBE, _INIT = KeyedCall._describe, KeyedCall.__init__
 
 
 def _patch_describe(change: Callable[[Any, list[Any]], None]) -> dict[str, Any]:
-    def wrong(self: Form, arg: Any, path: Any, fields: list[Any]) -> bool:
+    def wrong(self: KeyedCall, arg: Any, path: Any, fields: list[Any]) -> bool:
         known = _DESCRIBE(self, arg, path, fields)
         change(arg, fields)
         return known
@@ -203,7 +203,7 @@ def _equal_zeros(arg: Any, fields: list[Any]) -> None:
 
 
 def _patch_key(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> dict[str, Any]:
-    def wrong(self: Form, *args: Any) -> None:
+    def wrong(self: KeyedCall, *args: Any) -> None:
         _INIT(self, *args)
         if self.key is not None:
             self.key = change(self.key)
@@ -234,7 +234,7 @@ def test_a_key_without_a_component_fails(change: str, monkeypatch: pytest.Monkey
     for run in CHANGES[change]:
         check(run)  # premise: as it is, it passes
     for name, wrong in MUTANTS[change].items():
-        monkeypatch.setattr(Form, name, wrong)
+        monkeypatch.setattr(KeyedCall, name, wrong)
     seen = 0
     for turn in (1, -1):
         memo._cached.cache_clear()
@@ -268,6 +268,6 @@ def test_the_cache_holds_no_numbers_and_no_values_of_a_block() -> None:
 
 def test_a_call_with_an_argument_of_unknown_equality_is_not_cached() -> None:
     generator = torch.Generator()
-    form = Form(torch.ops.aten.mul.Tensor, (generator,), {}, 4)
+    form = KeyedCall(torch.ops.aten.mul.Tensor, (generator,), {}, 4)
     assert form.key is None
     assert memo.template(form) is None

@@ -118,10 +118,10 @@ def test_the_store_is_empty_after_the_block() -> None:
         loss = F.cross_entropy(model(batch(x)), y)
         loss.backward()
     recording = batch._session.recording
-    assert recording is not None and recording.store.most[DEVICE] > 0, "premise"
+    assert recording is not None and recording.store.peak_bytes[DEVICE] > 0, "premise"
     del x, y
     gc.collect()
-    assert recording.store.now()[DEVICE] == 0
+    assert recording.store.current_bytes()[DEVICE] == 0
     assert float(loss.detach()) > 0
 
 

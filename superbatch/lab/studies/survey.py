@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from superbatch.results.survey import What
-from superbatch.torch.tuning.dial import Dial, range_of
 from superbatch.torch.tuning.lr_survey import lr_survey
+from superbatch.torch.tuning.option_setter import OptionSetter, range_of
 from superbatch.tuning.survey import Sweep
 from superbatch.tuning.survey_ramp import from_axis, values_of
 from superbatch.window import Window
@@ -116,7 +116,7 @@ def setting_from(recipe: Recipe, options: Options) -> SurveySetting:
     splits = splits_of(recipe, options.splits, options.batch_size, counts=(10, 20))
     name, rate = optimizer_and_rate(recipe, options, by="superbatch survey")
     optimizer = recipe.optimizers[name](recipe.model(0).parameters(), rate)
-    Dial([optimizer], options.what)  # raises for an optimizer without this hyperparameter
+    OptionSetter([optimizer], options.what)  # raises for an optimizer without this hyperparameter
     low, high = range_of([optimizer], options.what)
     low, high = low if options.low is None else options.low, high if options.high is None else options.high
     ramp = Ramp(options.what, low, high, options.updates)
@@ -214,15 +214,15 @@ def survey_seed(recipe: Recipe, setting: SurveySetting, arm: ArmSpec, seed: int,
             accumulate = accumulator_of(arm.split, recipe, model, optimizer)
             result = lr_survey(accumulate, batches, **setting.ramp._asdict(), progress=count_point)
         else:
-            sweep, dial = Sweep(*setting.ramp), Dial([optimizer], setting.ramp.what)
+            sweep, setter = Sweep(*setting.ramp), OptionSetter([optimizer], setting.ramp.what)
             update = update_function(arm, recipe, model, optimizer)
             for value, batch in zip(sweep.values, batches(), strict=True):
-                dial.turn(value)
+                setter.set(value)
                 go_on = sweep.add(update(batch))
                 count_point()
                 if not go_on:
                     break
-            result = sweep.report(ratios=dial.ratios)
+            result = sweep.report(ratios=setter.ratios)
     tick(setting.ramp.updates - points)  # the progress counts the rest of an early stop as done
     return SeededSurvey(seed=seed, survey=result)
 

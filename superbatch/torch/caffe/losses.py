@@ -14,7 +14,7 @@ from torch import Tensor
 
 from superbatch.errors import InputError
 
-from ..weights import Weight, Where, count_tokens
+from ..weights import PathOrFunction, Weight, count_tokens
 
 Normalization = Literal["FULL", "VALID", "BATCH_SIZE", "NONE"]
 Average = Literal["caffe", "exact"]
@@ -67,7 +67,9 @@ def softmax_loss(
     return total / max(1, sizes[normalization])
 
 
-def loss_weight(where: Where, *, ignore_label: int | None = None, average: Average = "caffe") -> Weight:
+def loss_weight(
+    where: PathOrFunction, *, ignore_label: int | None = None, average: Average = "caffe"
+) -> Weight:
     """Return a weight for ``Accumulator(weight=...)`` if the loss is `softmax_loss` with ``"VALID"``.
 
     Args:

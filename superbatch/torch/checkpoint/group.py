@@ -30,7 +30,7 @@ class Group:
     count: int
     gather: Callable[[Any], list[Any]]
 
-    def each(self, work: Callable[[], T]) -> T:
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run a function on every rank; if one raises, all raise.
 
         Raises:
@@ -45,7 +45,7 @@ class Group:
         _raise_for(self.gather(None))
         return result
 
-    def first(self, work: Callable[[], T]) -> T:
+    def on_first_rank(self, work: Callable[[], T]) -> T:
         """Run a function on the first rank, and return its result on all ranks.
 
         Raises:
@@ -54,7 +54,7 @@ class Group:
         if self.rank == 0:
             try:
                 result = work()
-            # BaseException, as in `each`.
+            # BaseException, as in `on_all_ranks`.
             except BaseException as error:
                 # The other ranks get only the text of the error.
                 self.gather((f"{type(error).__name__}: {error}", None))

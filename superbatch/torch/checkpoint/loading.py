@@ -84,16 +84,16 @@ def load_checkpoint(
     engine, own_generators = accumulate.engine, generators or {}
     group = group_of(engine.config.sync, engine.config.models)
     # Rank 0 chooses, because on a shared disk ranks may see a new folder at different times.
-    found = group.first(lambda: folders.newest(Path(path)))
+    found = group.on_first_rank(lambda: folders.newest(Path(path)))
     if found is None:
         return None
     # On every rank before the first collective, because one may lack the package.
-    group.each(files.require_safetensors)
-    head = group.each(lambda: _checked_head(found, group))
-    tree = group.each(lambda: files.read_json(found / "state.json"))
-    # Outside of `each`, because it is a collective.
+    group.on_all_ranks(files.require_safetensors)
+    head = group.on_all_ranks(lambda: _checked_head(found, group))
+    tree = group.on_all_ranks(lambda: files.read_json(found / "state.json"))
+    # Outside of `on_all_ranks`, because it is a collective.
     shards = read_shards(found, sharded_in(tree), engine.config.models)
-    shared, own = group.each(lambda: _decoded(found, head, group, tree, shards))
+    shared, own = group.on_all_ranks(lambda: _decoded(found, head, group, tree, shards))
     # A new rank has no saved random state.
     had_this_rank = group.rank < head["ranks"]
     # To undo a load that fails on another rank.
@@ -105,7 +105,7 @@ def load_checkpoint(
             check_generators(own["random"], own_generators)
 
     # All ranks check before one loads.
-    group.each(check)
+    group.on_all_ranks(check)
     # Otherwise a Ctrl-C between two loads would leave half of a state.
     with DeferredInterrupts():
         # First, because it may still raise; everything else was checked.
@@ -159,7 +159,7 @@ def _load_own(
     state = {**own, "masters": masters_here(engine, masters)}
     loaded = False
     try:
-        group.each(lambda: engine.load_state_dict(state))
+        group.on_all_ranks(lambda: engine.load_state_dict(state))
         loaded = True
     except SuperbatchError as error:
         # As a CheckpointError for the caller, with the accumulator's text.

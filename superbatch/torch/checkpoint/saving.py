@@ -84,21 +84,21 @@ def save_checkpoint(
     engine = accumulate.engine
     group = group_of(engine.config.sync, engine.config.models)
     # On every rank before the first collective, because one may lack the package.
-    group.each(files.require_safetensors)
+    group.on_all_ranks(files.require_safetensors)
     # A sharded tensor is saved with the name of a parameter, whose sharding it gets when it is loaded.
     encoder = Encoder(sharding_names(engine.config.models))
     # state_dict() may raise between forward and backward, on one rank only.
-    state = group.each(engine.state_dict)
+    state = group.on_all_ranks(engine.state_dict)
     shared = encoder.encode(shared_state(engine.config, state, extra or {}), "state")
     own = Encoder()
-    tree = group.each(lambda: own.encode(_of_rank(engine, state, generators or {}), "rank"))
+    tree = group.on_all_ranks(lambda: own.encode(_of_rank(engine, state, generators or {}), "rank"))
     # Rank 0 makes the folder and sends its name to the others.
-    temporary, final = group.first(lambda: _begin(Path(folder), engine.updates))
+    temporary, final = group.on_first_rank(lambda: _begin(Path(folder), engine.updates))
     try:
         if encoder.sharded:
             # A collective of torch.distributed.checkpoint, called on every rank.
             write_shards(temporary, encoder.sharded)
-        group.each(lambda: _write_own(temporary, group, tree, own))
+        group.on_all_ranks(lambda: _write_own(temporary, group, tree, own))
         facts = {
             "superbatch": _version.__version__,
             "torch": torch.__version__,
@@ -108,7 +108,7 @@ def save_checkpoint(
         }
         in_flight = any(group.gather(state["window"] is not None))
         # Last, because the head file makes the folder a checkpoint.
-        group.first(
+        group.on_first_rank(
             lambda: _finish(temporary, final, {**facts, "in_flight": in_flight}, shared, encoder, keep)
         )
     # BaseException, because a Ctrl-C must not leave a partial checkpoint either.

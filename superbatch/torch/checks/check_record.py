@@ -17,7 +17,7 @@ class CheckRecord:
 
     Attributes:
         compared: losses other than 0 were compared.
-        seen: largest contrast (`sample_counts.contrast`) of each count that was compared, by its name.
+        seen: largest contrast (`sample_counts.contrast_of_cut`) of each count that was compared, by its name.
         unverified: first update made without a check that could have found an error; None if there is none.
         spent: calls of `loss_fn` for checks after the first window.
         said: names of the features that were checked; a further check of one needs room in the budget.

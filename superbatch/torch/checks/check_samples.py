@@ -13,7 +13,7 @@ from superbatch.errors import InputError, SplitError
 
 from ..window.microbatches import MicrobatchList
 from .declared_loss import MOST_CHECKED
-from .sample_counts import contrast, counts_in, extremes, spread, uneven
+from .sample_counts import contrast_of_cut, contrast_of_extremes, counts_in, extremes, uneven
 
 _SEVERAL = 4  # samples to check if micro-batches have fewer; if they do not fit in memory, halves are checked
 ENOUGH = 0.1
@@ -52,10 +52,10 @@ def with_repeated_label(samples: Sequence[int], window: MicrobatchList) -> list[
     """Add a third sample to two, so that exactly two of the three share a label; without labels, add none.
 
     Args:
-        samples: two samples, indexed as in `window.parts`.
+        samples: two samples, indexed as in `window.source_batches`.
         window: the micro-batches of the window.
     """
-    labels = _labels(window.parts(), window)
+    labels = _labels(window.source_batches(), window)
     chosen_labels = {labels[sample] for sample in samples} if labels else set()
     # With weights by class frequency the loss agrees for every pair: both labels are equally frequent in it.
     for sample, label in enumerate(labels):
@@ -79,16 +79,17 @@ def _several_samples(window: MicrobatchList, chosen: list[Any]) -> Any:
     large = [microbatch for microbatch in chosen if _samples(microbatch, window) >= _SEVERAL]
     # In micro-batches of one label each, as of a sorted dataset, all classes are equally frequent too.
     if large and (
-        not _labels(window.parts(), window) or any(_labels([microbatch], window) for microbatch in large)
+        not _labels(window.source_batches(), window)
+        or any(_labels([microbatch], window) for microbatch in large)
     ):
         return None
-    picked = window.firsts(range(len(window)))
+    picked = window.spread_samples(range(len(window)))
     return window.pick(_with_unlike_labels(picked, window))
 
 
 def _with_unlike_labels(picked: list[int], window: MicrobatchList) -> list[int]:
     """Exchange one sample so that some labels are equal and some differ, if the window has such samples."""
-    labels = _labels(window.parts(), window)
+    labels = _labels(window.source_batches(), window)
     chosen_labels = [labels[sample] for sample in picked] if labels else []
     if not 1 < len(set(chosen_labels)) < len(chosen_labels):
         alike = len(set(chosen_labels)) > 1  # all labels differ, so a second sample of one of them is needed
@@ -121,19 +122,19 @@ def _is_label(value: Any) -> bool:
 
 def _unequal_samples(window: MicrobatchList, chosen: list[Any]) -> Any:
     """Return the samples with the most unequal counts, if counts in the chosen micro-batches are alike."""
-    parts, paths = window.parts(), window.paths
+    parts, paths = window.source_batches(), window.paths
     found = counts_in(parts[0], unsplit=paths.get("unsplit", ()), per_sample=paths.get("per_sample", ()))
     for count, values, _ in uneven(found, parts):
-        most = spread(values)
-        if most > 0 and max((_contrast(count.of([microbatch])) for microbatch in chosen), default=0.0) < min(
-            most, ENOUGH
-        ):
+        most = contrast_of_extremes(values)
+        if most > 0 and max(
+            (_contrast_of_cut(count.of([microbatch])) for microbatch in chosen), default=0.0
+        ) < min(most, ENOUGH):
             return window.pick(extremes(values, 2))
     return None
 
 
-def _contrast(counts: Any) -> float:
-    return 0.0 if counts is None else contrast(counts)
+def _contrast_of_cut(counts: Any) -> float:
+    return 0.0 if counts is None else contrast_of_cut(counts)
 
 
 def _samples(microbatch: Any, window: MicrobatchList) -> int:

@@ -33,8 +33,8 @@ from .cuts import first_part
 from .first_check import check_later_window, check_pairs
 from .lengths import Pair, lengths_in, ragged
 from .probing.problem import Problem
-from .rank_counts import apart, digest, first_sample, levels_of
-from .sample_counts import Count, Hints, contrast, counts_in, extremes, spread, uneven
+from .rank_counts import differing_counts, digest, first_sample, first_sample_counts
+from .sample_counts import Count, Hints, contrast_of_cut, contrast_of_extremes, counts_in, extremes, uneven
 from .unchecked_feature import WINDOWS, UncheckedFeature, inspects_all_counts, unequal_weights
 
 CALLS = 8
@@ -118,7 +118,7 @@ class CheckSchedule:
         """
         if not self._checked or not window.microbatches.microbatches:  # a rank without data
             return False, 0
-        return self._needs_check(window), digest(self._levels(window)) if self._shared else 0
+        return self._needs_check(window), digest(self._uncompared(window)) if self._shared else 0
 
     def _needs_check(self, window: CheckedWindow) -> bool:
         count = len(window.microbatches)
@@ -152,7 +152,7 @@ class CheckSchedule:
         Raises:
             LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
         """
-        parts, pairs = window.microbatches.parts(), [self._from_ranks(window, unchanged)]
+        parts, pairs = window.microbatches.source_batches(), [self._from_ranks(window, unchanged)]
         chosen = self._choose(window) if unchanged and parts else []  # a rank without data has none
         if unchanged and parts and (longest := ragged(parts, self._lengths)):
             pairs.append((parts[longest[0]], parts[longest[1]]))
@@ -226,7 +226,7 @@ class CheckSchedule:
             found += [count for count in counts if count not in found]
             if compared:
                 for count, values, _ in uneven(found, [microbatch]):
-                    seen[str(count)] = max(seen.get(str(count), 0.0), contrast(values))
+                    seen[str(count)] = max(seen.get(str(count), 0.0), contrast_of_cut(values))
                 seen[_WEIGHT] = max(seen.get(_WEIGHT, 0.0), self._contrast_of_weights(microbatch, window))
         names = {*map(str, found), *map(_length_of, lengths)}
         # A collective: every rank must call it, even if its check had nothing to compare.
@@ -272,19 +272,23 @@ class CheckSchedule:
         found = self._unequal(window, every=every) if self._config.reduction == "mean" else None
         if found is not None or window.microbatches.cut_from_one or _LENGTHS in self._current.said:
             return found
-        return UncheckedFeature(_LENGTHS) if ragged(window.microbatches.parts(), self._lengths) else None
+        return (
+            UncheckedFeature(_LENGTHS)
+            if ragged(window.microbatches.source_batches(), self._lengths)
+            else None
+        )
 
-    def _levels(self, window: CheckedWindow) -> dict[str, float]:
+    def _uncompared(self, window: CheckedWindow) -> dict[str, float]:
         """Return the counts of this rank's first sample that were not yet compared between ranks."""
         if self._config.reduction != "mean" or not self._shared or not window.microbatches.microbatches:
             return {}
-        part = window.microbatches.parts()[0]
-        levels = levels_of(self._counts, part)
+        part = window.microbatches.source_batches()[0]
+        counts = first_sample_counts(self._counts, part)
         lengths = lengths_in(part, window.microbatches.paths) if self._lengths else {}
-        levels |= {_length_of(path): float(length) for path, length in lengths.items()}
+        counts |= {_length_of(path): float(length) for path, length in lengths.items()}
         shared, said = self._shared, self._current.said
         return {
-            name: value for name, value in levels.items() if name in shared and _of_ranks(name) not in said
+            name: value for name, value in counts.items() if name in shared and _of_ranks(name) not in said
         }
 
     def _from_ranks(self, window: CheckedWindow, unchanged: bool) -> Pair | None:
@@ -293,14 +297,16 @@ class CheckSchedule:
         # `_shared` is equal on all ranks, so either all of them call the collective below or none.
         if not self._shared:
             return None
-        names, chosen = apart(ranks.gather(self._levels(window)), self._current.seen)
+        names, chosen = differing_counts(ranks.gather(self._uncompared(window)), self._current.seen)
         self._current = replace(self._current, said=(*self._current.said, *map(_of_ranks, names)))
         if chosen is None:
             return None
         # Only two ranks send a sample: a gather delivers everything to every rank.
         sends = unchanged and ranks.index in chosen
         samples = ranks.gather(
-            first_sample(window.microbatches.parts()[0], window.microbatches.paths) if sends else None
+            first_sample(window.microbatches.source_batches()[0], window.microbatches.paths)
+            if sends
+            else None
         )
         least, most = (samples[rank] for rank in chosen)
         return None if least is None or most is None else (least, most)
@@ -310,8 +316,8 @@ class CheckSchedule:
         counts = self._counts if every else self._urgent
         found: list[UncheckedFeature] = []
         values_of: dict[str, Any] = {}
-        for count, values, likely in uneven(counts, window.microbatches.parts(), unlikely=every):
-            found.append(UncheckedFeature(str(count), spread(values), sure=likely))
+        for count, values, likely in uneven(counts, window.microbatches.source_batches(), unlikely=every):
+            found.append(UncheckedFeature(str(count), contrast_of_extremes(values), sure=likely))
             values_of[str(count)] = values
         if callable(self._config.weigh) and self._current.seen.get(_WEIGHT, 0.0) < ENOUGH:
             found += unequal_weights(window, _WEIGHT)
@@ -347,12 +353,14 @@ class CheckSchedule:
         if not order:
             return []
         if found is None and batches.samples is not None:
-            picked = batches.pick(batches.firsts(order))
+            picked = batches.pick(batches.spread_samples(order))
             if picked is not None:
                 return [picked]
         # Join samples with loss 0 and others: only such a micro-batch reveals a mean over nonzero losses.
         mixed = (
-            batches.pick(batches.of_two(order[0], order[-1], 2)) if order[1:] and batches.samples else None
+            batches.pick(batches.first_samples_of_two(order[0], order[-1], 2))
+            if order[1:] and batches.samples
+            else None
         )
         alone = batches.count(order[-1]) == 1  # a single sample cannot be cut
         return [

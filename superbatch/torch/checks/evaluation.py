@@ -64,7 +64,7 @@ class Evaluation:
         self._copied = False
         self._bypassed = False
         self._generators = Generators(problem.loss_fn, problem.model, problem.weight)
-        self._start = self._generators.now()
+        self._start = self._generators.states()
 
     def begin(self) -> None:
         """Restore the state and the generators to the beginning of the check."""
@@ -89,7 +89,7 @@ class Evaluation:
             calls: counters of random calls, shared by all parts of one micro-batch.
             scale: factor of the loss in the backward; the gradient is divided by it again.
         """
-        states = self._generators.now()
+        states = self._generators.states()
         self._keeper.restore()  # the last forward may have changed the state
         self._generators.set(states)  # after `restore`, which also resets some generators
         with sample_stream(_KEY, indices=positions, calls=calls, unruled=self.unruled):
@@ -128,7 +128,7 @@ class Evaluation:
             if part is None:
                 return None
             parts.append(part)
-            ended.append(self._generators.now() == self._end)
+            ended.append(self._generators.states() == self._end)
             # A generator that ends where the union's ended serves code that draws once per call: reset it.
             self._generators.rewind(self._start, self._end)
         # Numbers drawn sample after sample equal those of the union only in the order of the union.
@@ -154,7 +154,7 @@ class Evaluation:
         self.begin()
         positions = range(planned.samples)
         seen = self.run(planned.take(0, planned.samples), positions, calls, scale=scale)
-        self._end = self._generators.now()
+        self._end = self._generators.states()
         return seen
 
     def draws_by_sample(self, planned: Plan, orders: Sequence[Sequence[Order]]) -> bool:
@@ -166,7 +166,7 @@ class Evaluation:
         try:
             for seed in _SEEDS:
                 self._generators.seed(seed)
-                self._start = self._generators.now()
+                self._start = self._generators.states()
                 calls: dict[int, Any] = {}
                 union = self.union(planned, calls)
                 cuts = [self.cut(planned, union, order, calls) for order in orders]

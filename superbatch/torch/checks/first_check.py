@@ -19,10 +19,10 @@ from ..memory.out_of_memory import out_of_memory, release_caches
 from ..window.config import Config
 from ..window.microbatches import MicrobatchList
 from ..window.sync.sync import Sync
+from .announced_forwards import announcing
 from .check_samples import first_microbatches
 from .checked import Checked
 from .declared_loss import check_declaration
-from .in_step import in_step
 from .lengths import Pair, check_lengths
 from .probing.problem import Problem, by_term
 
@@ -65,7 +65,11 @@ def check_later_window(
     """
     if not chosen:
         for problem in by_term(_problem(config, window)).values():
-            with _agreed(config.sync), config.sync.no_sync(), in_step(problem, _spare(window), config.sync):
+            with (
+                _agreed(config.sync),
+                config.sync.no_sync(),
+                announcing(problem, _spare(window), config.sync),
+            ):
                 pass
         return Checked.of(())
     return _check_terms(config, window, chosen, frozen)
@@ -87,7 +91,7 @@ def check_pairs(
             something other than entries or samples.
     """
     sync = config.sync
-    with _agreed(sync), sync.no_sync(), in_step(_problem(config, window), _spare(window), sync) as whole:
+    with _agreed(sync), sync.no_sync(), announcing(_problem(config, window), _spare(window), sync) as whole:
         for pair, problem in product(pairs, by_term(whole).values()):
             if problem.reduction == "mean" and problem.weight != "returned":
                 check_lengths(problem, pair, frozen=frozen)
@@ -146,7 +150,7 @@ def check_on_all_ranks(
         LossSpecError, CoupledSamplesError: the loss contradicts its declaration, here or on another rank.
         RankError: another rank failed for another reason, e.g. an error in `loss_fn`.
     """
-    with _agreed(sync), sync.no_sync(), in_step(problem, idle, sync) as announced:
+    with _agreed(sync), sync.no_sync(), announcing(problem, idle, sync) as announced:
         return _check_in_memory(announced, microbatches, frozen)
 
 

@@ -32,7 +32,7 @@ class Generators:
     Examples:
         >>> own = random.Random(0)
         >>> generators = Generators(lambda x: own.random())
-        >>> before = generators.now()
+        >>> before = generators.states()
         >>> first = own.random()
         >>> generators.set(before)
         >>> own.random() == first
@@ -49,12 +49,12 @@ class Generators:
             if access is not None:
                 self._access.append(access)
 
-    def now(self) -> list[bytes]:
+    def states(self) -> list[bytes]:
         """Return the current states."""
         return [access.get() for access in self._access]
 
     def set(self, states: list[bytes]) -> None:
-        """Set the states to those that `now` returned."""
+        """Set the states to those that `states` returned."""
         for access, state in zip(self._access, states, strict=True):
             access.put(state)
 

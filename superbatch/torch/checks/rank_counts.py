@@ -17,11 +17,11 @@ from superbatch.errors import InputError, SplitError
 
 from .sample_counts import Count
 
-Levels = Mapping[str, float]
+CountsByName = Mapping[str, float]
 _BITS = 20  # of the hash: the sum of its squares over the ranks is exact in float64
 
 
-def levels_of(counts: Sequence[Count], part: Any) -> dict[str, float]:
+def first_sample_counts(counts: Sequence[Count], part: Any) -> dict[str, float]:
     """Return the counts of a micro-batch's first sample, by the name of the count.
 
     Args:
@@ -30,7 +30,7 @@ def levels_of(counts: Sequence[Count], part: Any) -> dict[str, float]:
 
     Examples:
         >>> import torch
-        >>> levels_of([Count("y", -100)], {"y": torch.tensor([[1, -100, -100], [2, 2, 2]])})
+        >>> first_sample_counts([Count("y", -100)], {"y": torch.tensor([[1, -100, -100], [2, 2, 2]])})
         {"'y' (without -100)": 1.0}
     """
     # The unpadded share of a row differs between any two samples, so it is left out.
@@ -38,37 +38,39 @@ def levels_of(counts: Sequence[Count], part: Any) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def digest(levels: Levels) -> int:
-    """Return a 20-bit hash of levels; 0 without levels.
+def digest(counts: CountsByName) -> int:
+    """Return a 20-bit hash of a rank's counts; 0 without counts.
 
     Examples:
         >>> digest({}), digest({"y": 1.0}) != digest({"y": 2.0})
         (0, True)
     """
     # Not hash(): it differs between processes.
-    return zlib.crc32(repr(sorted(levels.items())).encode()) % (1 << _BITS) if levels else 0
+    return zlib.crc32(repr(sorted(counts.items())).encode()) % (1 << _BITS) if counts else 0
 
 
-def apart(every: Sequence[Levels], seen: Levels) -> tuple[list[str], tuple[int, int] | None]:
-    """Return the counts that differ between ranks, and the two ranks to compare.
+def differing_counts(
+    by_rank: Sequence[CountsByName], seen: CountsByName
+) -> tuple[list[str], tuple[int, int] | None]:
+    """Return the names of the counts that differ between ranks, and the two ranks to compare.
 
     These ranks have the lowest and the highest value of the most unequal count; None if no contrast exceeds
     twice that of earlier checks.
 
     Args:
-        every: levels of each rank.
+        by_rank: counts of each rank.
         seen: largest contrast of each count that was compared already.
 
     Examples:
-        >>> apart([{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 8.0}], {})
+        >>> differing_counts([{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 8.0}], {})
         (['b'], (0, 1))
     """
     # A count that one rank lacks is not compared.
-    names = [name for name in sorted(every[0]) if all(name in levels for levels in every)]
-    names = [name for name in names if len({levels[name] for levels in every}) > 1]
+    names = [name for name in sorted(by_rank[0]) if all(name in counts for counts in by_rank)]
+    names = [name for name in names if len({counts[name] for counts in by_rank}) > 1]
     best, chosen = 0.0, None
     for name in names:
-        values = [levels[name] for levels in every]
+        values = [counts[name] for counts in by_rank]
         some = [value for value in values if value > 0]
         contrast = 1 - min(some) / max(some) if some else 0.0
         # At least twice the contrast of earlier checks, or every window would be checked again.

@@ -205,11 +205,11 @@ class _Leaf:
         return self._has_ends
 
 
-def contrast(counts: Tensor) -> float:
+def contrast_of_cut(counts: Tensor) -> float:
     """Return the relative difference of the mean counts of the first third of the samples and of the rest.
 
     Examples:
-        >>> contrast(torch.tensor([2.0, 4.0, 4.0]))
+        >>> contrast_of_cut(torch.tensor([2.0, 4.0, 4.0]))
         0.5
     """
     cut = first_part(len(counts))
@@ -219,12 +219,12 @@ def contrast(counts: Tensor) -> float:
     return abs(first - rest) / max(first, rest) if max(first, rest) > 0 else 0.0
 
 
-def spread(counts: Tensor) -> float:
-    """Return the `contrast` of the two samples that `extremes` picks.
+def contrast_of_extremes(counts: Tensor) -> float:
+    """Return the `contrast_of_cut` of the two samples that `extremes` picks.
 
     Examples:
-        >>> spread(torch.tensor([2.0, 0.0, 4.0])), spread(torch.tensor([0.0, 4.0]))
-        (0.5, 1.0)
+        >>> [contrast_of_extremes(torch.tensor(counts)) for counts in ([2.0, 0.0, 4.0], [0.0, 4.0])]
+        [0.5, 1.0]
     """
     low, high = (float(end) for end in counts.aminmax())
     if low <= 0 < high:

@@ -45,7 +45,8 @@ def unequal_weights(window: CheckedWindow, name: str) -> list[UncheckedFeature]:
     # Equal weights may differ by the rounding of the division.
     if not each[least] < each[most] * (1 - 1e-9):
         return []
-    return [UncheckedFeature(name, 1 - each[least] / each[most], window.microbatches.of_two(least, most, 1))]
+    pair = window.microbatches.first_samples_of_two(least, most, 1)
+    return [UncheckedFeature(name, 1 - each[least] / each[most], pair)]
 
 
 def inspects_all_counts(updates: int) -> bool:

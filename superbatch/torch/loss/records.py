@@ -27,15 +27,15 @@ class WindowWeights(Protocol):
         """Return an empty object for the losses of the window."""
         ...
 
-    def has_none(self, index: int) -> bool:
-        """Return whether a micro-batch is known to contribute nothing, so that its forward can be skipped."""
+    def is_known_zero(self, index: int) -> bool:
+        """Return whether the weight of a micro-batch is known to be 0, so that its forward can be skipped."""
         ...
 
     def may_have_zero_weight(self, index: int) -> bool:
         """Return whether the weight of a micro-batch may be 0, so that it has no loss for a backward."""
         ...
 
-    def adds(self, index: int) -> bool:
+    def contributes(self, index: int) -> bool:
         """Return whether a micro-batch contributes, after its backward."""
         ...
 
@@ -73,7 +73,7 @@ class WindowWeights(Protocol):
         """Return the loss of a micro-batch and its term; of several terms, the first that is not finite."""
         ...
 
-    def each(self, losses: Any) -> list[float]:
+    def one_per_microbatch(self, losses: Any) -> list[float]:
         """Return one number for each micro-batch, which is 0 if one of its losses is 0."""
         ...
 

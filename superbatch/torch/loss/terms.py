@@ -86,9 +86,9 @@ class TermWeights:
         """Weights of each term, by micro-batch."""
         return {name: term.counted([]) for name, term in self._terms.items()}
 
-    def has_none(self, index: int) -> bool:
-        """Return whether a micro-batch contributes to no term."""
-        return all(term.has_none(index) for term in self._terms.values())
+    def is_known_zero(self, index: int) -> bool:
+        """Return whether the weights of a micro-batch are known to be 0 in all terms."""
+        return all(term.is_known_zero(index) for term in self._terms.values())
 
     def may_have_zero_weight(self, index: int) -> bool:
         """Return whether a micro-batch may have a term of weight 0."""
@@ -113,7 +113,7 @@ class TermWeights:
                     f"The loss of the term {name!r} is {_form(one)}. Return a tensor with one real number."
                 )
             # A term without a graph, e.g. of frozen parameters, counts only in the loss.
-            if one.requires_grad and not term.has_none(index):
+            if one.requires_grad and not term.is_known_zero(index):
                 parts.append((one, term.factor(index, None)))
         if not parts:
             # No term has a graph: `check_loss` raises. If all have weight 0, there is nothing to do.
@@ -140,9 +140,9 @@ class TermWeights:
         for term, each in zip(self._terms.values(), weights, strict=True):
             term.replace(each)
 
-    def adds(self, index: int) -> bool:
+    def contributes(self, index: int) -> bool:
         """Return whether a micro-batch contributes to some term."""
-        return not self.has_none(index)
+        return not self.is_known_zero(index)
 
     def took_part(self, dropped: list[int]) -> list[int]:
         """Return the micro-batches that contribute to a term."""
@@ -185,19 +185,19 @@ class TermWeights:
         """Return the loss of a term that is not finite, and its name; if all are finite, their sum and ""."""
         for name, term in self._terms.items():
             # A NaN in a term of weight 0 is in no sum.
-            if not math.isfinite(losses[name][index]) and not term.has_none(index):
+            if not math.isfinite(losses[name][index]) and not term.is_known_zero(index):
                 return losses[name][index], name
-        counting = [name for name, term in self._terms.items() if not term.has_none(index)]
+        counting = [name for name, term in self._terms.items() if not term.is_known_zero(index)]
         return sum(losses[name][index] for name in counting), ""
 
-    def each(self, losses: Mapping[str, list[float]]) -> list[float]:
+    def one_per_microbatch(self, losses: Mapping[str, list[float]]) -> list[float]:
         """Return the smallest magnitude of each micro-batch's losses, which is 0 if one of them is 0."""
         # `check_schedule` uses it to detect the first loss that is not 0.
         return [min(map(abs, row)) for row in zip(*losses.values(), strict=True)]
 
     def by_name(self, index: int, loss: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the losses of a micro-batch that have a gradient, by the name of the term."""
-        counting = {name for name, term in self._terms.items() if not term.has_none(index)}
+        counting = {name for name, term in self._terms.items() if not term.is_known_zero(index)}
         return {name: one for name, one in loss.items() if name in counting and one.requires_grad}
 
     def _weigh(self, microbatches: list[Any], samples: list[int] | None) -> list[list[Number]]:

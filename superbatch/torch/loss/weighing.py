@@ -67,8 +67,8 @@ class Weights:
         """Return an empty object for the losses of the window."""
         return Losses()
 
-    def has_none(self, index: int) -> bool:
-        """Return whether a micro-batch is known to contribute nothing, so that its forward can be skipped."""
+    def is_known_zero(self, index: int) -> bool:
+        """Return whether the weight of a micro-batch is known to be 0, so that its forward can be skipped."""
         weights = self.ahead
         if weights is None or weights[index]:
             return False
@@ -156,7 +156,7 @@ class Weights:
             )
         self.ahead = weights
 
-    def adds(self, index: int) -> bool:
+    def contributes(self, index: int) -> bool:
         """Return whether a micro-batch contributes, after its backward."""
         weight = self.returned[index] if self.ahead is None else self.ahead[index]
         return normalize.takes_part(weight, reduction=self.reduction)
@@ -216,7 +216,7 @@ class Weights:
         """Return the loss of a micro-batch, and the name of its term."""
         return losses[index], self._term
 
-    def each(self, losses: list[float]) -> list[float]:
+    def one_per_microbatch(self, losses: list[float]) -> list[float]:
         """Return one loss for each micro-batch."""
         return losses
 

@@ -28,10 +28,10 @@ from superbatch.tuning.search import fastest, fit_curve, halvings, next_trial, t
 
 from ..checks.introspection import is_compiled
 from ..options import GradientSumOption
+from .budget import MemoryBudget
 from .fake import PredictionError
 from .instruments import Instruments, instruments_for
 from .predict import predict_peak
-from .room import Room
 from .shapes import Signature, covers, signature, volume
 from .sizing import Sizing, agreed
 from .trials import SizeHistory
@@ -112,7 +112,8 @@ class AutoSize(Sizing):
     def begin_search(self) -> None:
         """Forget all measurements, and begin a new search."""
         super().__init__()
-        self._room = Room(self._device, self._optimizers, self._instruments, margin=MARGINS[self._mode])
+        margin = MARGINS[self._mode]
+        self._budget = MemoryBudget(self._device, self._optimizers, self._instruments, margin=margin)
         self._histories: dict[Signature, SizeHistory] = {}
         self._covered_by: dict[Signature, Signature] = {}  # a larger shape, whose size is used
         # Of the window in progress.
@@ -141,7 +142,7 @@ class AutoSize(Sizing):
         history = self._history = self._find(batch, samples)
         # Reading the limit takes 0.2 ms, so it is read at each window only while sizes are tried.
         if not self._is_steady(history) or self._is_due():
-            self._room.read_again(history, self._histories.values())
+            self._budget.read_again(history, self._histories.values())
         self._samples, self._index = samples, 0
         self._planned = self._sizes(samples)
         if agree is not None:
@@ -149,7 +150,7 @@ class AutoSize(Sizing):
             self._planned = _begin_with(first, samples, rest)
         return list(self._planned)
 
-    def rest(self, left: int) -> list[int] | None:
+    def sizes_of_rest(self, left: int) -> list[int] | None:
         """Return new sizes for the remaining samples if the last micro-batch changed the estimate."""
         del self._planned[:1]
         history = self._history
@@ -171,7 +172,7 @@ class AutoSize(Sizing):
         if self._is_steady(history) and _needs_no_run(history, samples) and not self._is_due():
             return nullcontext()
         if history.how == "small real runs" and not history.needed:
-            return self._room.probed(history, samples, first=first)
+            return self._budget.probed(history, samples, first=first)
         return self._measured(history, samples, first=first)
 
     def failed(self, samples: int) -> int:
@@ -185,8 +186,8 @@ class AutoSize(Sizing):
         self._read_times()
         super().closed(made=made)
         if made:
-            self._room.updated(self._history)
-            if self._history is not None and self._room.is_tight(self._history):
+            self._budget.updated(self._history)
+            if self._history is not None and self._budget.is_tight(self._history):
                 # Nine tenths: an allocator that repeatedly empties its caches is slow and near the limit.
                 self._history.size = -(-9 * self._history.size // 10)
 
@@ -211,16 +212,16 @@ class AutoSize(Sizing):
                 history.size = 0
         super().load_state_dict(state["failures"])
         self._covered_by.clear()
-        self._room.total = None
+        self._budget.total = None
 
     def report(self) -> MemoryReport | None:
         """Return a report for the sample shape of the last window."""
-        history, limit = self._history, self._room.limit
+        history, limit = self._history, self._budget.limit
         if history is None or limit is None:
             return None
-        most = min(self._room.largest(history), self.most or self._samples, self._samples)
+        most = min(self._budget.largest(history), self.most_samples or self._samples, self._samples)
         chosen, why = self._choice(history, most)
-        next_largest = self._room.reach(history, iter(self._histories.values()))
+        next_largest = self._budget.next_largest(history, iter(self._histories.values()))
         return MemoryReport(
             device=str(self._device),
             how=history.how,
@@ -240,23 +241,23 @@ class AutoSize(Sizing):
         history = self._history
         assert history is not None
         self._target = 0
-        room = self._room.largest(history)
-        size = min(room, self.most or self._samples, self._samples)
+        fitting = self._budget.largest(history)
+        size = min(fitting, self.most_samples or self._samples, self._samples)
         if history.how == "small real runs" and not history.needed:
             # The first micro-batch of a window is not measured; the next two give the curve.
             return _begin_with(1 if self._index == 0 else 4 if history.measured else 2, left, left)
-        allowed = self._room.reach(history, iter(self._histories.values()))
+        allowed = self._budget.next_largest(history, iter(self._histories.values()))
         if self._compiled:
             # Each new size compiles the model again: use one safe guess, and keep it.
-            self._room.end_search(history, history.size or min(allowed, near_equal(left, size)[0]))
-            return near_equal(left, min(history.size, self.most or left))
+            self._budget.end_search(history, history.size or min(allowed, near_equal(left, size)[0]))
+            return near_equal(left, min(history.size, self.most_samples or left))
         if self._mode == "fastest":
             # From the samples of the whole window: the rest may be smaller than any size to try.
-            size, trial = self._fastest(history, min(self.most or self._samples, room), allowed)
+            size, trial = self._fastest(history, min(self.most_samples or self._samples, fitting), allowed)
             if trial and left >= _ENOUGH * trial:
                 self._target = trial
                 return _begin_with(trial, left, size)
-        size = self._room.with_new(history, near_equal(self._samples, size))
+        size = self._budget.with_new(history, near_equal(self._samples, size))
         sizes = near_equal(self._samples, size)  # of this window, or of the next ones
         largest = sizes[0]
         if largest > allowed:
@@ -284,7 +285,7 @@ class AutoSize(Sizing):
             half = best // 2
             history.sizes.insert(0, half)
             return half, min(half, allowed)
-        self._room.end_search(history, best)
+        self._budget.end_search(history, best)
         return best, 0
 
     def _candidates(self, history: SizeHistory, most: int) -> list[int]:
@@ -305,11 +306,11 @@ class AutoSize(Sizing):
         return bool(history.runs) and all(_needs_no_run(history, size) for size in self._planned)
 
     def _is_due(self) -> bool:
-        return time.perf_counter() - self._room.checked >= _EVERY
+        return time.perf_counter() - self._budget.checked >= _EVERY
 
     def _choice(self, history: SizeHistory, most: int) -> tuple[int, str]:
         size = near_equal(self._samples, min(history.size or most, most))[0]
-        if self.most is not None:
+        if self.most_samples is not None:
             return size, "memory ran out with larger sizes, which are tried again later"
         timed = {key: seconds for key, seconds in history.timings.items() if seconds}
         if self._mode == "fastest" and history.size in timed:
@@ -332,8 +333,8 @@ class AutoSize(Sizing):
         history = self._histories.get(shape)
         if history is None:
             history = self._histories[shape] = self._predicted(batch, samples)
-        if self._room.total is None:
-            self._room.read(history)
+        if self._budget.total is None:
+            self._budget.read(history)
         return history
 
     def _predicted(self, batch: Any, samples: int) -> SizeHistory:
@@ -349,11 +350,11 @@ class AutoSize(Sizing):
             history = predict(min(2, samples))
             if samples > 2:
                 history = predict(min(16, samples))
-            if self._room.total is None:  # read after the first prediction, which imports much of torch
-                self._room.read(history)
-            assert self._room.total is not None
+            if self._budget.total is None:  # read after the first prediction, which imports much of torch
+                self._budget.read(history)
+            assert self._budget.total is not None
             for _ in range(4):
-                size = max(1, min(samples, history.curve.largest(self._room.total, samples)))
+                size = max(1, min(samples, history.curve.largest(self._budget.total, samples)))
                 if any(abs(size - peak.samples) <= 0.02 * size for peak in peaks):
                     break
                 history = predict(size)
@@ -371,7 +372,7 @@ class AutoSize(Sizing):
     def _measured(self, history: SizeHistory, samples: int, *, first: bool) -> Iterator[None]:
         """Measure the memory of one micro-batch, and its time if it is a trial."""
         target, now = self._target, self._instruments.now
-        with self._room.measured(history, samples, first=first):
+        with self._budget.measured(history, samples, first=first):
             start = now()
             yield
             end = now()

@@ -24,14 +24,14 @@ class Sizing:
     each window that fails, so that a size that never fits is rarely tried.
 
     Attributes:
-        measures: `measure` measures, so `rest` may change the sizes.
-        most: largest number of samples of a micro-batch after memory ran out; None: no such limit.
+        measures: `measure` measures, so `sizes_of_rest` may change the sizes.
+        most_samples: largest number of samples of a micro-batch after memory ran out; None: no such limit.
         learns: `closed` must be called at the end of the window. It is an attribute, not a property, because
             each window reads it.
 
     Examples:
         >>> sizing = Sizing()
-        >>> sizing.failed(64), sizing.failed(32), sizing.most
+        >>> sizing.failed(64), sizing.failed(32), sizing.most_samples
         (32, 16, 16)
     """
 
@@ -39,13 +39,13 @@ class Sizing:
     measures = False
 
     def __init__(self) -> None:
-        self.most: int | None = None
+        self.most_samples: int | None = None
         self.learns = self.measures
         self._wait = self.FIRST_WAIT
         self._until = 0
         self._failed = False  # in this window
 
-    def rest(self, left: int) -> list[int] | None:
+    def sizes_of_rest(self, left: int) -> list[int] | None:
         """Return new sizes for the remaining samples after a micro-batch; None: as planned."""
         return None
 
@@ -59,23 +59,26 @@ class Sizing:
         if samples == 1:
             return 0
         half = (samples + 1) // 2
-        self.most, self.learns = half if self.most is None else min(self.most, half), True
+        self.most_samples, self.learns = (
+            half if self.most_samples is None else min(self.most_samples, half),
+            True,
+        )
         if not self._failed:  # once per window: further halvings belong to the search for a size that fits
             self._until, self._wait, self._failed = self._wait, 2 * self._wait, True
-        return self.most
+        return self.most_samples
 
     def closed(self, *, made: bool) -> None:
         """Record the end of the window, and whether it made its update."""
         self._failed = False
         # Only updates count: a window without an update may be repeated.
-        if self.most is not None and made:
+        if self.most_samples is not None and made:
             self._until -= 1
             if self._until <= 0:
-                self.most, self.learns = None, self.measures
+                self.most_samples, self.learns = None, self.measures
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes found so far; here the limit, and the number of updates for which it holds."""
-        return {"most": self.most, "wait": self._wait, "until": self._until}
+        return {"most": self.most_samples, "wait": self._wait, "until": self._until}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume with the sizes of `state_dict`."""
@@ -83,7 +86,7 @@ class Sizing:
         # Validated before anything is set: the state may come from a damaged file.
         if not all(isinstance(number, int) for number in (1 if most is None else most, wait, until)):
             raise TypeError("numbers of samples and updates are not integers")
-        self.most, self._wait, self._until = most, wait, until
+        self.most_samples, self._wait, self._until = most, wait, until
         self.learns = self.measures or most is not None
 
     def report(self) -> MemoryReport | None:
@@ -99,7 +102,7 @@ class Fixed(Sizing):
 
     Examples:
         >>> sizing = Fixed(64)
-        >>> sizing.failed(64), sizing.most
+        >>> sizing.failed(64), sizing.most_samples
         (32, 32)
     """
 

@@ -195,7 +195,9 @@ class SizeHistory:
         # The slope between a rough value and an exact one is useless, unless the estimated part is small.
         self._drop(other for other in self.rough if self.missing(other) > _ROUGH * needed)
 
-    def next_largest(self, *, total: int, top: int, at_first: int, each: int = 0, ratio: float = 0.0) -> int:
+    def next_largest(
+        self, *, total: int, usable: int, at_first: int, kernels: int = 0, ratio: float = 0.0
+    ) -> int:
         """Return the largest micro-batch that may run next.
 
         A micro-batch much larger than all measured ones relies on the prediction alone, so sizes grow in
@@ -204,10 +206,10 @@ class SizeHistory:
 
         Args:
             total: available bytes.
-            top: bytes of these that may be used; the difference is the margin.
+            usable: bytes of these that may be used; the difference is the margin.
             at_first: bytes that kernels and threads may allocate at their first use, which predictions do not
                 include.
-            each: bytes that each new size keeps.
+            kernels: bytes that each new size keeps.
             ratio: measured bytes per predicted byte for other shapes; 0 if none was measured.
 
         Returns:
@@ -216,37 +218,39 @@ class SizeHistory:
         Examples:
             >>> line = fit_curve([(1, 10), (10, 100)])
             >>> history = SizeHistory([], "fake tensors", line, line, gradients=0)
-            >>> history.next_largest(total=1000, top=980, at_first=0)
+            >>> history.next_largest(total=1000, usable=980, at_first=0)
             50
             >>> history.record(50, 500, first=True)
-            >>> [history.next_largest(total=1000, top=top, at_first=0) for top in (980, 600)]
+            >>> [history.next_largest(total=1000, usable=usable, at_first=0) for usable in (980, 600)]
             [86, 60]
         """
         if not self.needed:
             # Measurements of another shape have shown the error of predictions.
             share = 0.8 / max(ratio, 1.0) if ratio else _UNMEASURED
-            return max(1, self.curve.largest(int(min(top, share * total)) - at_first, self.farthest()))
+            return max(1, self.curve.largest(int(min(usable, share * total)) - at_first, self.farthest()))
         highest = max(self.needed.values())
         # One small micro-batch has measured the memory that is allocated only once, e.g. for kernels.
         if highest < 0.3 * total:
             budget = _MEASURED * total
-        elif top - highest <= _NEAR * total or (highest > _FAR * total and self._rises_as_predicted(each)):
-            budget = top
+        elif usable - highest <= _NEAR * total or (
+            highest > _FAR * total and self._rises_as_predicted(kernels)
+        ):
+            budget = usable
         else:
-            budget = highest + _STRIDE * (top - highest)
-        return max(1, self.demand().largest(int(min(top, budget)), self.farthest()))
+            budget = highest + _STRIDE * (usable - highest)
+        return max(1, self.demand().largest(int(min(usable, budget)), self.farthest()))
 
     def farthest(self) -> int:
         """Return the largest size for which the curve is used; farther from the points it is unreliable."""
         return 16 * max(self.curve.points[-1][0], self.tried)
 
-    def _rises_as_predicted(self, each: int) -> bool:
+    def _rises_as_predicted(self, kernels: int) -> bool:
         low, high = min(self.needed), self.tried
         # Two sizes that are close to each other give no reliable slope.
         if low > APART * high:
             return False
         rise = self.curve.at(high) - self.curve.at(low)
-        return abs(self.needed[high] - self.needed[low] - rise) <= _STRAIGHT * rise + each
+        return abs(self.needed[high] - self.needed[low] - rise) <= _STRAIGHT * rise + kernels
 
     def _is_hidden(self, samples: int) -> bool:
         """Return whether the gradients that a first micro-batch makes may exceed its other memory."""

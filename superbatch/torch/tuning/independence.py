@@ -96,7 +96,7 @@ def independence_at_rest(
         for parameter, grad in zip(owned, before, strict=True):
             parameter.grad = grad
     drawn = means.samples() / data_size if data_size else 0.0
-    return replace(test.judged(drawn), by="gradients", updates_see=means.noise_scale())
+    return replace(test.result(drawn), by="gradients", updates_see=means.noise_scale())
 
 
 Gradients = Sequence[Tensor | None]

@@ -16,7 +16,7 @@ from ..accumulator import Accumulator
 from ..whole_batch import WholeBatch
 from ..window.validation import check_choice
 from .batches import Batches, keep_position
-from .dial import Dial, range_of
+from .option_setter import OptionSetter, range_of
 from .state import restoring
 
 
@@ -98,7 +98,7 @@ def lr_survey(
     config = engine.config
     optimizers = config.rule.optimizers
     # Raises if a group has no such option, before anything is recorded.
-    dial = Dial(optimizers, what)
+    setter = OptionSetter(optimizers, what)
     default = range_of(optimizers, what)
     sweep = Sweep(what, default[0] if low is None else low, default[1] if high is None else high, updates)
     skipped: list[int] = []
@@ -115,7 +115,7 @@ def lr_survey(
         for point, value in enumerate(sweep.values):
             batch = stream.take()
             # The loss is that before the step, so a point shows the effect of the rates before its own.
-            dial.turn(value)
+            setter.set(value)
             proceed = _point(engine.update, batch, sweep, skipped, point)
             progress(point + 1, updates)
             # Losses of ranks may differ by rounding; with the vote, no rank continues alone.
@@ -123,7 +123,7 @@ def lr_survey(
                 sweep.stop("another rank stopped")
                 break
     return sweep.report(
-        ratios=dial.ratios, skipped=skipped, epochs=stream.epochs, seconds=time.perf_counter() - start
+        ratios=setter.ratios, skipped=skipped, epochs=stream.epochs, seconds=time.perf_counter() - start
     )
 
 

@@ -40,11 +40,11 @@ from .owned_parameters import ModelParameters, OwnedParameters
 from .participant import Participant
 from .participants import batchnorm as norms
 from .participants.earlier_gradients import EarlierGradients
-from .participants.extra import Extra
 from .participants.forward_state_keeper import ForwardStateKeeper
 from .participants.noise.windows import noise_of
 from .participants.placement import Placement
 from .participants.snapshot import RandomKeeper
+from .participants.user_participants import UserParticipants
 from .slip_watch import SlipWatch
 from .sync.find import find_sync
 from .sync.sync import Sync, SyncOption
@@ -87,7 +87,7 @@ class _Participants:
     batchnorm: Literal["error", "frozen", "per_microbatch"]
     modules: tuple[nn.Module, ...]
     sample_rng: bool
-    extra: tuple[Participant, ...]
+    user: tuple[Participant, ...]
 
 
 def engine_of(
@@ -223,7 +223,7 @@ def _config(
         backward=options.check_callable(given.backward, "backward", "a function of a loss"),
         # Without an optimizer .grad belongs to the user, and its gradients are kept and added to.
         earlier=None if optimizers else EarlierGradients(owned),
-        extra=Extra(participants.extra) if participants.extra else None,
+        user_participants=UserParticipants(participants.user) if participants.user else None,
     )
 
 

@@ -18,11 +18,11 @@ from ..sizes.reserve import Reserve
 from .before_step import BeforeStep
 from .participants.batchnorm import Frozen, Pooled
 from .participants.earlier_gradients import EarlierGradients
-from .participants.extra import Extra
 from .participants.forward_state_keeper import ForwardStateKeeper
 from .participants.gradient_sum import ManagedParameter
 from .participants.noise.windows import NoiseOfWindows
 from .participants.snapshot import RandomKeeper
+from .participants.user_participants import UserParticipants
 from .sync.sync import Sync
 from .transfer import Transfer
 from .update_rule import UpdateRule
@@ -58,7 +58,7 @@ class Config:
         backward: the backward function of another library; None: autograd's.
         earlier: gradients in ``.grad`` before the window, to which the window's is added (`Gradient`); None
             for an `Accumulator`.
-        extra: participants of the user; None: there are none.
+        user_participants: participants of the user; None: there are none.
     """
 
     models: tuple[nn.Module, ...]
@@ -83,11 +83,11 @@ class Config:
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
     backward: Callable[..., Any] | None = None
     earlier: EarlierGradients | None = None
-    extra: Extra | None = None
+    user_participants: UserParticipants | None = None
 
     def outside_window(self) -> AbstractContextManager[None]:
-        """Return a context for forwards that belong to no window, e.g. in a check; it restores `extra`."""
-        return nullcontext() if self.extra is None else self.extra.outside_window()
+        """Return a context for forwards outside of windows, e.g. in a check; restores `user_participants`."""
+        return nullcontext() if self.user_participants is None else self.user_participants.outside_window()
 
     @property
     def reduction(self) -> normalize.Reduction:

@@ -114,9 +114,9 @@ class Coupled:
         samples = _samples_of(batch)
         given = None if size == "auto" else size
         self._current_size = "auto"
-        if size != "auto" or self.sizing.most is not None:
+        if size != "auto" or self.sizing.most_samples is not None:
             # filter removes None and, for an empty batch, 0.
-            self._current_size = min(filter(None, (given, self.sizing.most, samples)))
+            self._current_size = min(filter(None, (given, self.sizing.most_samples, samples)))
         return MicrobatchList([batch], [samples], None, {}), self.sizing
 
     def copy(self) -> Coupled:

@@ -33,8 +33,8 @@ def by_loss(window: Transaction, losses: Any, bad: list[int]) -> Culprit:
 def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]) -> Culprit:
     """Run the micro-batches once more, and describe the first whose gradient is not finite."""
     config = window.config
-    in_step = config.sync.in_step
-    if in_step:
+    collective = config.sync.has_collective_forwards
+    if collective:
         parameter = bad_parameter(window, gradients)
     else:
         parameter = first_bad_parameter(config.owned, gradients)
@@ -50,7 +50,7 @@ def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]
     terms: list[str] = []
     again = partial(_backward_again, window, terms=terms)
     try:
-        if in_step:
+        if collective:
             index = find_turn(window, lambda index: again(index, counts=index in took_part))
         else:
             index = first_bad_microbatch(took_part, again, config.owned)
@@ -60,14 +60,14 @@ def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]
         index = None  # this search needs more memory than the window; the error is raised without the index
     loss = None if index is None else window.progress.weights.loss_of(losses, index)[0]
     term = terms[0] if terms else ""
-    return Culprit(index, loss, parameter, term=term, droppable=_can_drop(window), any_rank=in_step)
+    return Culprit(index, loss, parameter, term=term, droppable=_can_drop(window), any_rank=collective)
 
 
 def _can_drop(window: Transaction) -> bool:
     """Return whether nonfinite="skip_microbatch" is possible with the other options."""
     config = window.config
     momentum = isinstance(window.gradients, MomentumGradientSum)
-    return config.declared.can_drop and not momentum and not config.sync.in_step
+    return config.declared.can_drop and not momentum and not config.sync.has_collective_forwards
 
 
 def _backward_again(window: Transaction, index: int, terms: list[str], *, counts: bool = True) -> None:
@@ -80,7 +80,7 @@ def _backward_again(window: Transaction, index: int, terms: list[str], *, counts
         loss = config.declared.arguments(config.loss_fn(microbatch))[0]
         parts = window.progress.weights.by_name(index, loss) if counts else {}
         # Other ranks wait for a backward in this turn.
-        if not parts and config.sync.in_step:
+        if not parts and config.sync.has_collective_forwards:
             config.sync.zero_backward(again=False)
         for number, (name, part) in enumerate(parts.items(), 1):
             run_backward(part, None, window.gradients.inputs, retain_graph=number < len(parts))

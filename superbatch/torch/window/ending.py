@@ -2,8 +2,8 @@
 
 The *point of no return* is the moment when the optimizers have stepped (without a step: when the gradient is
 in ``.grad``, or the scale was lowered). Before it, every failure restores the state before the window. After
-it, all functions in `Ending.rest` run, even if one of them raises. Ranks vote once before it, so that no rank
-steps alone.
+it, all functions in `Ending.remaining_steps` run, even if one of them raises. Ranks vote once before it, so
+that no rank steps alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .nonfinite import Culprit
 from .participants.gradient_sum import clear
 from .participants.momentum_gradients import MomentumGradientSum
 from .participants.noise.windows import WindowSum
-from .transaction import Transaction, take_each
+from .transaction import Transaction, run_all
 from .update_rule import Once, OptimizerSteps
 
 
@@ -46,8 +46,8 @@ class Ending:
     Attributes:
         update: the record; None before the end.
         is_agreed: True after the last exchange between ranks, when a failure can no longer be reported.
-        rest: functions that must still run after the point of no return. They refer to this object; the cycle
-            would keep the losses alive, so `OpenWindow` clears the list.
+        remaining_steps: functions that must run after the point of no return. They refer to this object;
+            the cycle would keep the losses alive, so `OpenWindow` clears the list.
     """
 
     def __init__(self, window: Transaction, check_schedule: CheckSchedule | None, started: float) -> None:
@@ -56,7 +56,7 @@ class Ending:
         self._window, self._check_schedule, self._started = window, check_schedule, started
         # The call that makes the update final; None until shortly before it.
         self._point_of_no_return: Once | OptimizerSteps | None = None
-        self.rest: list[Callable[[], Any]] = []
+        self.remaining_steps: list[Callable[[], Any]] = []
         # An autocast around the whole training loop has cached casts of the old parameters.
         self._after_step: list[Callable[[], Any]] = [torch.clear_autocast_cache]
         # The model computes with the low-precision parameters, so they are set to their masters.
@@ -92,7 +92,7 @@ class Ending:
         if self._check_schedule is not None:
             took_part = partial(weights.took_part, dropped)
             checkable = CheckedWindow(
-                progress.microbatches, weights.each(losses), weights.counted(dropped), took_part
+                progress.microbatches, weights.one_per_microbatch(losses), weights.counted(dropped), took_part
             )
             unchecked = self._check_schedule.needs_check(checkable)
         configuration = 0 if noise is None else noise.configuration_number()
@@ -158,13 +158,13 @@ class Ending:
         Raises:
             BaseException: a scheduler or a participant raised it; everything else is finished.
         """
-        take_each(*self.rest)
+        run_all(*self.remaining_steps)
 
     def abort(self) -> None:
         """Commit the window after an optimizer raised inside `step()`; parameters stay half updated."""
         window, config = self._window, self._window.config
         scale = [] if window.scale is None else [window.scale.restore]
-        take_each(*self._after_step, partial(clear, config.owned), *scale, *window.commits())
+        run_all(*self._after_step, partial(clear, config.owned), *scale, *window.commits())
 
     def _agree(self) -> None:
         """Wait until all ranks that share the window are ready for the update.
@@ -192,7 +192,7 @@ class Ending:
         self._prepare_commit()
         window.gradients.attach(gradients)
         # Built before the step, because after it nothing may run out of memory.
-        self.rest = [
+        self.remaining_steps = [
             *self._after_step,
             partial(self._record, found, rates, norm=norm),
             *(update_rule.scheduler_steps(rule, found.loss) if rule.schedulers else ()),
@@ -202,13 +202,13 @@ class Ending:
         # The last exchange before the step, so that no rank steps alone.
         agree = self._agree if config.sync.shared else None
         self._point_of_no_return = steps = OptimizerSteps(rule, window.gradients, config.before_step, agree)
-        reason = steps.take()
+        reason = steps.run()
         # A wrapper may have skipped the step of its optimizer: then the window is restored.
         if reason:
             window.restore()
             self._record(found, rates, norm=norm, skipped=reason)
         else:
-            take_each(*self.rest)
+            run_all(*self.remaining_steps)
 
     def _keep_gradient(
         self,
@@ -249,9 +249,9 @@ class Ending:
 
     def _commit(self, point: Callable[[], object], *rest: Callable[[], object]) -> None:
         """Call `point`, which makes the window final, then run `rest`."""
-        self.rest = list(rest)
+        self.remaining_steps = list(rest)
         self._point_of_no_return = Once(point)
-        self._point_of_no_return.take()
+        self._point_of_no_return.run()
         self.complete()
 
     def _prepare_commit(self) -> None:

@@ -333,7 +333,7 @@ class Engine:
         self._loaded_window = None
 
     def _closing_steps(self, window: OpenWindow[Any], made: bool) -> list[Callable[[], None]]:
-        """Return the functions that close a window; the caller passes them to `take_each`.
+        """Return the functions that close a window; the caller passes them to `run_all`.
 
         Args:
             window: the window.
@@ -352,7 +352,7 @@ class Engine:
         if config.earlier is not None:
             steps.append(config.earlier.free)
         if sizing.learns:
-            steps.append(Once(partial(sizing.closed, made=made)).take)
+            steps.append(Once(partial(sizing.closed, made=made)).run)
         if made:
             steps.append(self._count)
         steps.append(partial(self._close, window))

@@ -27,7 +27,7 @@ def report_failure(sync: Sync, error: BaseException | None, where: str) -> None:
     # A broken connection cannot carry a message.
     if is_transport(error):
         assert error is not None
-        raise sync.lose(error) from error
+        raise sync.record_lost(error) from error
     sync.fail(f"left its window {where}" if error is None else f"failed {where} ({text_of(error)})")
 
 

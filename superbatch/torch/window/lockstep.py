@@ -1,9 +1,9 @@
 """Windows of ranks whose forwards and backwards are collective, as those of sharded models are.
 
-These ranks have `Sync.in_step`. A *turn* is one forward and backward, which all ranks run together, so every
-rank runs the same number of turns. A rank that fails takes part in the remaining turns with one sample each
-(`Sync.catch_up`). After the last turn the ranks vote. If memory ran out on one, all ranks begin the window
-again in smaller micro-batches; after any other error all ranks leave the window.
+These ranks have `Sync.has_collective_forwards`. A *turn* is one forward and backward, which all ranks run
+together, so every rank runs the same number of turns. A rank that fails takes part in the remaining turns
+with one sample each (`Sync.catch_up`). After the last turn the ranks vote. If memory ran out on one, all
+ranks begin the window again in smaller micro-batches; after any other error all ranks leave the window.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .turns import cut_to_equal_turns
 _MOST_TRIED = 4  # micro-batches that a failed rank tries to run a forward of
 
 
-def work_in_step(window: OpenWindow) -> None:
+def work_in_lockstep(window: OpenWindow) -> None:
     """Run `loss_fn` on all micro-batches of a window; every rank runs the same number of turns.
 
     Args:
@@ -72,8 +72,8 @@ def with_backward(parts: list[tuple[Tensor, float]], sync: Sync) -> list[tuple[T
         [(tensor(1.), 0.5)]
     """
     # The mean of a micro-batch of weight 0 may be NaN, and 0 x NaN is NaN.
-    run = [each for each in parts if each[1] or (sync.in_step and bool(each[0].isfinite()))]
-    if sync.in_step:
+    run = [each for each in parts if each[1] or (sync.has_collective_forwards and bool(each[0].isfinite()))]
+    if sync.has_collective_forwards:
         missing = max(1, len(parts)) - len(run)
         # Every rank must run the same number of backwards.
         for number in range(1, missing + 1):
@@ -123,9 +123,10 @@ def catch_up(window: Transaction, error: BaseException | None) -> None:
     """
     config, progress = window.config, window.progress
     # After a RankError or a broken connection no rank waits.
-    if not progress.in_turns or config.loss_fn is None or isinstance(error, RankError) or is_transport(error):
+    others_left = isinstance(error, RankError) or is_transport(error)
+    if not progress.others_may_wait or config.loss_fn is None or others_left:
         return
-    progress.in_turns = False
+    progress.others_may_wait = False
     if error is not None and out_of_memory(error):
         traceback.clear_frames(error.__traceback__)
         gc.collect()  # an exception and its frames may be a cycle
@@ -134,13 +135,13 @@ def catch_up(window: Transaction, error: BaseException | None) -> None:
     # A rank that failed before its first turn has not entered no_sync() for it, as the other ranks have.
     if not progress.turns:
         window.renew_sync()
-        config.sync.turn(last=left == 1, zero_weight=True)
+        config.sync.begin_microbatch(last=left == 1, zero_weight=True)
         left -= 1
     first = progress.next if progress.current is None else progress.current
     # Several candidates, because one may fail for the same reason as the window did.
     forwards = [partial(_forward_of_sample, window, index) for index in _candidates(first, progress)]
     while config.sync.catch_up(forwards) and left:
-        config.sync.turn(last=left == 1, zero_weight=True)
+        config.sync.begin_microbatch(last=left == 1, zero_weight=True)
         left -= 1
 
 
@@ -257,7 +258,7 @@ def find_turn(window: Transaction, backward: Callable[[int], None]) -> int | Non
     for turn in range(len(microbatches) + microbatches.extra_turns):
         clear(config.owned)
         window.renew_sync()
-        config.sync.turn(last=True, zero_weight=True)
+        config.sync.begin_microbatch(last=True, zero_weight=True)
         error = None
         try:
             backward(turn)

@@ -25,7 +25,7 @@ from .sync.sync import Sync
 
 # While the size is unknown, the check of the declared loss uses at most FEW micro-batches of FEW samples.
 FEW = 8
-_FIRSTS = 4
+_MOST_SPREAD = 4
 
 
 Paths = dict[str, tuple[str, ...]]
@@ -40,7 +40,7 @@ class MicrobatchList:
         order: the position in the batch of each sample, micro-batch after micro-batch; None: as in the batch.
         paths: `unsplit` and `per_sample` declarations.
         batch: plan by which the batch may be cut differently; None: it may not.
-        whole: the batch that the micro-batches were cut from; None if the user passed a `Window`.
+        source: the batch that the micro-batches were cut from; None if the user passed a `Window`.
 
     Attributes:
         extra_turns: number of forwards with weight 0 that this rank adds, because another rank has more
@@ -62,17 +62,17 @@ class MicrobatchList:
         paths: Paths,
         *,
         batch: BatchPlan | None = None,
-        whole: Any = None,
+        source: Any = None,
     ) -> None:
         self.microbatches = microbatches
         self.samples = samples
         self._order = order
         self.paths = paths
         self._batch = batch
-        self._whole = whole
+        self._source = source
         self.extra_turns = 0
         self.stand_in: list[Any] = []
-        self.cut_from_one = whole is not None
+        self.cut_from_one = source is not None
 
     @property
     def runs(self) -> list[Any]:
@@ -117,35 +117,35 @@ class MicrobatchList:
         """
         samples = self.samples
         # Micro-batches of a loader, or of a known size, are checked as they are.
-        if samples is None or self._whole is None or (max(samples) > 1 and self._batch is None):
+        if samples is None or self._source is None or (max(samples) > 1 and self._batch is None):
             return self.microbatches
-        take = plan_of(self._whole, **self.paths).take
+        take = plan_of(self._source, **self.paths).take
         size = min(FEW, sum(samples)) if max(samples) > 1 else 2
         starts = range(0, sum(samples) - size + 1, size)
         # Spread over the batch: a loader may have sorted it.
         return [take(start, start + size) for start in starts[:: max(1, len(starts) // FEW)]]
 
-    def parts(self) -> list[Any]:
-        """Return the batch as the user passed it: in one piece, or as micro-batches."""
-        return self.microbatches if self._whole is None else [self._whole]
+    def source_batches(self) -> list[Any]:
+        """Return what the user passed: one batch in a list, or the micro-batches of a `Window`."""
+        return self.microbatches if self._source is None else [self._source]
 
     def pick(self, samples: Sequence[int]) -> Any:
-        """Return a micro-batch of chosen samples, indexed as in `parts`; None if it cannot be made."""
+        """Return a micro-batch of chosen samples of `source_batches`; None if it cannot be made."""
         try:
-            return plan_of(joined(self.parts()), **self.paths).take(0, len(samples), order=samples)
+            return plan_of(joined(self.source_batches()), **self.paths).take(0, len(samples), order=samples)
         except (SplitError, InputError):  # micro-batches of unequal shapes
             return None
 
-    def of_two(self, first: int, second: int, most: int) -> list[int]:
-        """Return the indices in `parts` of the first samples of two micro-batches, at most `most` of each."""
+    def first_samples_of_two(self, first: int, second: int, most: int) -> list[int]:
+        """Return the indices in `source_batches` of the first `most` samples of each of two micro-batches."""
         return self._first_samples([first, second], most)
 
-    def firsts(self, order: Sequence[int]) -> list[int]:
-        """Return the indices in `parts` of up to four samples, spread over micro-batches in a given order."""
-        few = min(_FIRSTS, len(order))
+    def spread_samples(self, order: Sequence[int]) -> list[int]:
+        """Return the indices in `source_batches` of up to four samples, spread over ordered micro-batches."""
+        few = min(_MOST_SPREAD, len(order))
         # Evenly spread over the order, with its first and its last micro-batch.
         spread = [order[step * (len(order) - 1) // max(1, few - 1)] for step in range(few)]
-        return self._first_samples(spread, max(1, _FIRSTS // few))
+        return self._first_samples(spread, max(1, _MOST_SPREAD // few))
 
     def _stand_in_samples(self) -> int:
         return count_samples(self.stand_in[0], **self.paths)
@@ -157,7 +157,7 @@ class MicrobatchList:
             start = sum(self.samples[:index])
             numbers += range(start, start + min(most, self.samples[index]))
         # A TokenBudget sorts samples by length; `order` has their positions in the batch.
-        ordered = self._order is not None and self._whole is not None
+        ordered = self._order is not None and self._source is not None
         return [self._order[number] for number in numbers] if ordered and self._order else numbers
 
     def split(self, index: int, most: int) -> int:
@@ -219,7 +219,7 @@ class MicrobatchList:
         """Free the micro-batches, and the batch that they were cut from."""
         self.microbatches, self.stand_in = [], []
         # The plan refers to the batch, so it would keep the data until the next window.
-        self._batch = self._whole = None
+        self._batch = self._source = None
 
     def _replace(self, index: int, parts: list[Any], sizes: list[int]) -> None:
         self.microbatches[index : index + 1] = parts
@@ -268,17 +268,17 @@ def split_batch(
         # `ByMicrobatch.cut` passes a Fixed sizing for a Window, which has its loader's sizes.
         assert not isinstance(batch, Window)
         planned = plan_of(batch, **paths)
-        sizes = sizing.plan(batch, planned.samples, sync.agree_size if sync.in_step else None)
+        sizes = sizing.plan(batch, planned.samples, sync.agree_size if sync.has_collective_forwards else None)
         # With collective forwards the ranks must keep equal numbers of micro-batches: no rank may cut again.
-        recut = None if sync.in_step else planned
-        return MicrobatchList(cut(planned, sizes), sizes, None, paths, batch=recut, whole=batch)
-    # `most` is set once a window with more samples has run out of memory.
-    size, most = sizing.size, sizing.most if sizing.learns else None
+        recut = None if sync.has_collective_forwards else planned
+        return MicrobatchList(cut(planned, sizes), sizes, None, paths, batch=recut, source=batch)
+    # `most_samples` is set once a window with more samples has run out of memory.
+    size, most = sizing.size, sizing.most_samples if sizing.learns else None
     if most is not None and isinstance(size, int):
         size = min(size, most)
-    whole = None if isinstance(batch, Window) else batch
+    source = None if isinstance(batch, Window) else batch
     microbatches = MicrobatchList(
-        *microbatches_of(batch, size, paths, need_samples=need_samples), paths, whole=whole
+        *microbatches_of(batch, size, paths, need_samples=need_samples), paths, source=source
     )
     if most is not None and microbatches.samples is not None:
         cut_large(microbatches, 0, most)

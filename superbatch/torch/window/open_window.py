@@ -32,7 +32,7 @@ from .microbatches import MicrobatchList
 from .participants.gradient_sum import LOW_PRECISION, GradientSum
 from .participants.parameter_gradients import ParameterGradientSum
 from .progress import Progress
-from .transaction import Transaction, take_each
+from .transaction import Transaction, run_all
 from .validation import BackwardWatch
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class OpenWindow(Generic[T]):
     def _catch_up(self, error: BaseException | None) -> None:
         """Take part in the remaining collectives of the window, if forward and backward are collective."""
         config, waiting = self._config, self.report is not None and self.report.is_possible
-        if waiting and config.sync.in_step and not config.whole:
+        if waiting and config.sync.has_collective_forwards and not config.whole:
             lockstep.catch_up(self.transaction, error)
 
     def __iter__(self) -> Iterator[T]:
@@ -206,7 +206,7 @@ class OpenWindow(Generic[T]):
         if self.transaction.watch is not None:
             self.transaction.watch.check()
         progress.losses.add(index, total)
-        if skipping and progress.weights.adds(index):
+        if skipping and progress.weights.contributes(index):
             dropping.keep_or_drop(self.transaction, index, again=again)
         progress.broken, progress.next = None, index + 1
         if config.transfer is not None:
@@ -215,10 +215,10 @@ class OpenWindow(Generic[T]):
     def _with_backward(self, parts: list[tuple[Tensor, float]]) -> list[tuple[Tensor, float]]:
         """Return the losses to run backward on, each with its factor.
 
-        Losses of weight 0 are left out. If a backward is collective (`Sync.in_step`), this method runs a
+        Losses of weight 0 are left out. On ranks with `Sync.has_collective_forwards`, this method runs a
         backward of zeros in their place.
         """
-        if not self._config.sync.in_step:
+        if not self._config.sync.has_collective_forwards:
             return [each for each in parts if each[1]]  # a mean of weight 0 may be NaN, and 0 x NaN is NaN
         run = lockstep.with_backward(parts, self._config.sync)
         if self._in_grad is not None:
@@ -312,25 +312,26 @@ class OpenWindow(Generic[T]):
         transfer = self._config.transfer
         if self.report is not None:
             self.report.keep_position()
-        take_each(
+        run_all(
             self._config.before_step.free,
             self._progress.microbatches.clear,
             *([] if transfer is None else [transfer.forget]),
             *self._closing_steps(self, made),
-            self._ending.rest.clear,  # last, because `complete` may run them again until here
+            self._ending.remaining_steps.clear,  # last, because `complete` may run them again until here
         )
 
     def _iterate(self) -> Generator[Any, None, None]:
         config, window, progress = self._config, self.transaction, self._progress
         microbatches, index = progress.microbatches, progress.next - 1
-        measures, in_step = window.sizing.measures, config.sync.in_step
-        progress.in_turns = True
+        measures, collective = window.sizing.measures, config.sync.has_collective_forwards
+        progress.others_may_wait = True
         while (index := index + 1) < len(microbatches.microbatches):
-            if in_step:  # other ranks wait for this forward and backward, also if its weight is 0
+            if collective:  # other ranks wait for this forward and backward, also if its weight is 0
                 progress.turns += 1
                 last = index == len(microbatches.microbatches) + microbatches.extra_turns - 1
-                config.sync.turn(last=last, zero_weight=progress.weights.may_have_zero_weight(index))
-            elif progress.weights.has_none(index):  # weight 0: skipped, so that it adds no NaN
+                zero_weight = progress.weights.may_have_zero_weight(index)
+                config.sync.begin_microbatch(last=last, zero_weight=zero_weight)
+            elif progress.weights.is_known_zero(index):  # weight 0: skipped, so that it adds no NaN
                 continue
             progress.current = index
             window.savepoint()
@@ -348,7 +349,7 @@ class OpenWindow(Generic[T]):
                 self._recut(index + 1)
         if microbatches.extra_turns:
             yield from self._extra_turns()
-        progress.in_turns = False
+        progress.others_may_wait = False
 
     def _extra_turns(self) -> Generator[Any, None, None]:
         """Yield micro-batch 0, or its stand-in, with weight 0, until all ranks have run as many turns."""
@@ -356,7 +357,7 @@ class OpenWindow(Generic[T]):
         written = config.state.new_keeper()  # restores the buffers that these extra forwards write to
         while (left := progress.microbatches.extra_turns - progress.extra_turns_done) > 0:
             progress.turns += 1
-            config.sync.turn(last=left == 1, zero_weight=True)
+            config.sync.begin_microbatch(last=left == 1, zero_weight=True)
             progress.current, self._in_extra_turn = 0, True
             written.begin()
             with self._config.outside_window(), self.transaction.stream(0):
@@ -375,7 +376,7 @@ class OpenWindow(Generic[T]):
         """Split the remaining samples again if measurements suggest another micro-batch size."""
         microbatches = self._progress.microbatches
         assert microbatches.samples is not None, "samples that can be split can be counted"
-        sizes = self.transaction.sizing.rest(sum(microbatches.samples[index:]))
+        sizes = self.transaction.sizing.sizes_of_rest(sum(microbatches.samples[index:]))
         if sizes is not None:
             microbatches.recut(index, sizes)
             self._progress.weigh_again()  # each new micro-batch needs a weight of its own

@@ -269,8 +269,8 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
     """
     step, terms = config.rule, config.declared.terms
     momentum = gradient_sum == "momentum"
-    if config.sync.in_step:
-        _check_in_step(config)
+    if config.sync.has_collective_forwards:
+        _check_sharded_options(config)
         if gradient_sum not in ("auto", None):
             raise InputError(
                 f"gradient_sum={gradient_sum!r} has no effect on parameters sharded by fully_shard, which "
@@ -293,13 +293,15 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
     if momentum:
         check_momentum(
             step.optimizers,
-            max_grad_norm=step.max_grad_norm,
-            clip=step.clip,
-            scaler=step.scaler,
-            masters=step.masters_copied,
-            weight_returned=config.weigh == "returned",
-            nonfinite_skip_microbatch=config.nonfinite == "skip_microbatch",
-            ranks=config.sync.shared,
+            {
+                "max_grad_norm=": step.max_grad_norm,
+                "clip=": step.clip,
+                "scaler=": step.scaler,
+                "MasterWeights": step.masters_copied,
+                'weight="returned"': config.weigh == "returned",
+                'nonfinite="skip_microbatch"': config.nonfinite == "skip_microbatch",
+                "several ranks": config.sync.shared,
+            },
         )
     # Before the first window: ClipValue itself raises only once it gets a gradient.
     if isinstance(step.clip, ClipValue) and any(entry.parameter.is_complex() for entry in config.owned):
@@ -309,7 +311,7 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
         )
 
 
-def _check_in_step(config: Config) -> None:
+def _check_sharded_options(config: Config) -> None:
     """Raise for options that need the whole gradient, because this rank has only its shards."""
     reasons = {
         "observers=[NoiseMeter()] needs the whole gradient of each micro-batch": config.noise is not None,

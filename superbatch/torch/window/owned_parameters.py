@@ -19,7 +19,7 @@ from .validation import all_parameters, has_others, names_of, no_optimizer, own_
 from .wrapped_models import sharded_part
 
 
-class Structure:
+class ModelStructure:
     """Detects modules and parameters that were added, removed or replaced since the last window.
 
     A comparison by identity costs about 0.1 us per module, so it is made in every window.
@@ -29,7 +29,7 @@ class Structure:
 
     Examples:
         >>> layer = nn.Linear(1, 1)
-        >>> structure = Structure([layer])
+        >>> structure = ModelStructure([layer])
         >>> structure.changed()
         False
         >>> layer.weight = nn.Parameter(layer.weight.detach().clone())
@@ -121,7 +121,7 @@ class OwnedParameters:
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]
     ) -> None:
         self._models, self._optimizers, self._masters = models, optimizers, masters
-        self._structure = Structure(models)
+        self._structure = ModelStructure(models)
         self.entries: list[ManagedParameter] = []
         # Parameters that may be in no optimizer: the user chose that when the Accumulator was made.
         self._may_lack_optimizer = set(_parameters(models))
@@ -227,7 +227,7 @@ class ModelParameters:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models, self._placeholder = models, no_optimizer()
-        self._structure = Structure(models)
+        self._structure = ModelStructure(models)
         self.entries: list[ManagedParameter] = []
         self._read()
 

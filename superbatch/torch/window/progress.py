@@ -30,7 +30,7 @@ class Progress:
         failures: number of times that memory ran out.
         extra_turns_done: number of extra turns (forwards with weight 0) that are over.
         turns: number of turns that have begun, if each forward and backward is collective.
-        in_turns: whether other ranks may wait for a turn of this rank.
+        others_may_wait: whether other ranks may wait for a turn of this rank.
     """
 
     def __init__(self, microbatches: MicrobatchList, weights: WindowWeights, losses: WindowLosses) -> None:
@@ -43,7 +43,7 @@ class Progress:
         self.failures = 0
         # Counted, so that a rank that failed can take part in the remaining turns.
         self.extra_turns_done = self.turns = 0
-        self.in_turns = True
+        self.others_may_wait = True
         # By micro-batch: the versions of its tensors before its forward.
         self._versions: dict[int, list[int]] = {}
 
@@ -114,7 +114,7 @@ class Progress:
         if len(self.losses) == count:
             return True
         # A micro-batch with weight 0 is skipped and has no loss.
-        return all(index in self.losses or self.weights.has_none(index) for index in range(count))
+        return all(index in self.losses or self.weights.is_known_zero(index) for index in range(count))
 
     def written(self, first: int, last: int) -> int | None:
         """Return the first micro-batch in first..last that was written to since its savepoint, or None."""

@@ -74,6 +74,10 @@ def _identity(window: Transaction) -> list[str]:
         # Frozen or pooled BatchNorms save different statistics.
         type(window.norms).__name__,
         str(config.sample_rng),
-        *([] if config.extra is None else [type(each).__name__ for each in config.extra.participants]),
+        *(
+            []
+            if config.user_participants is None
+            else [type(each).__name__ for each in config.user_participants.participants]
+        ),
     ]
     return [window.gradients.describe(), *options, *(entry.name for entry in config.owned)]

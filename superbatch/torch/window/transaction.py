@@ -83,7 +83,7 @@ class Transaction:
             config.earlier,
             gradients,
             self.noise,
-            config.extra,
+            config.user_participants,
             progress,
         ]
         self._participants: list[Participant] = [each for each in participants if each is not None]
@@ -128,7 +128,7 @@ class Transaction:
         for participant in (self.gradients, self.norms, self._state):
             if participant is not None:
                 participant.rollback()
-        if self.config.extra is not None and not self.config.extra.rollback():
+        if self.config.user_participants is not None and not self.config.user_participants.rollback():
             raise WindowError(
                 'nonfinite="skip_microbatch" cannot drop this micro-batch, because rollback() of an object '
                 "in participants= returned False. Make its rollback() restore the savepoint and return "
@@ -141,7 +141,7 @@ class Transaction:
         for participant in self._participants:
             participant.restart()
         # FSDP2 keeps unsharded gradients until no_sync() ends.
-        if self.config.sync.in_step:
+        if self.config.sync.has_collective_forwards:
             self.renew_sync()
 
     def renew_sync(self) -> None:
@@ -153,15 +153,15 @@ class Transaction:
         """Restore the state before the window, in every participant even if one raises.
 
         Raises:
-            BaseException: an error of a participant, as `take_each` raises it.
+            BaseException: an error of a participant, as `run_all` raises it.
         """
-        take_each(
+        run_all(
             self._unsynchronised.close,
             *(participant.restore for participant in reversed(self._participants[: self._begun])),
         )
 
     def commits(self) -> list[Callable[[], None]]:
-        """Return the functions that commit the window; the caller passes them to `take_each`."""
+        """Return the functions that commit the window; the caller passes them to `run_all`."""
         return [self._unsynchronised.close, *self._commits]
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Transaction:
         # Without a scaler there is no participant that checks the saved scale.
         if self.scale is None:
             require_scale(None, state)
-        take_each(*(partial(each.load_state_dict, state) for each in self._participants))
+        run_all(*(partial(each.load_state_dict, state) for each in self._participants))
 
     def stream(self, index: int) -> AbstractContextManager[None]:
         """Return a context in which each sample of a micro-batch draws from its own random stream."""
@@ -196,7 +196,7 @@ def _scale_of(config: Config) -> LossScale:
     return LossScale(config.rule.scaler, device, scaled_by_host=by_host, unscaled=unscaled)
 
 
-def take_each(*steps: Callable[[], Any]) -> None:
+def run_all(*steps: Callable[[], Any]) -> None:
     """Run functions in order. If one raises, run all of them once more, and skip none if one raises again.
 
     Args:
@@ -208,7 +208,7 @@ def take_each(*steps: Callable[[], Any]) -> None:
 
     Examples:
         >>> done = []
-        >>> take_each(lambda: done.append(1), lambda: done.append(2))
+        >>> run_all(lambda: done.append(1), lambda: done.append(2))
         >>> done
         [1, 2]
     """

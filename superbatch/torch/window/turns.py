@@ -1,4 +1,4 @@
-"""Equal numbers of micro-batches on ranks whose forwards are collective (`Sync.in_step`).
+"""Equal numbers of micro-batches on ranks whose forwards are collective (`Sync.has_collective_forwards`).
 
 A rank with fewer micro-batches cuts them into more, or runs its first one again with weight 0 (an *extra
 turn*). A rank without data runs a sample of another rank with weight 0.
@@ -53,7 +53,7 @@ def cut_to_equal_turns(microbatches: MicrobatchList, sync: Sync) -> list[int]:
     Returns:
         The number of micro-batches of each rank before the call.
     """
-    counts = sync.turns(len(microbatches), microbatches.samples)
+    counts = sync.microbatch_counts(len(microbatches), microbatches.samples)
     turns = max(counts)
     samples = microbatches.samples if microbatches.cut_from_one else None
     while samples is not None and len(microbatches) < turns:

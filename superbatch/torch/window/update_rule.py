@@ -118,7 +118,7 @@ def clip(rule: UpdateRule, gradients: list[Tensor | None], norm: float) -> None:
 
 
 class Once:
-    """A call that is made once, even if `take` is called several times.
+    """A call that is made once, even if `run` is called several times.
 
     Args:
         call: a function of the user's, such as the step of an optimizer or a scheduler.
@@ -126,13 +126,13 @@ class Once:
     Attributes:
         returned: a list with the value that the call returned; empty until then.
         broken: the error that the call raised after it began, or None. Half of its work may be done, so the
-            call is not repeated: `take` raises this error again.
+            call is not repeated: `run` raises this error again.
 
     Examples:
         >>> done = []
         >>> step = Once(lambda: done.append(1))
-        >>> step.take()
-        >>> step.take()
+        >>> step.run()
+        >>> step.run()
         >>> step.returned, done
         ([None], [1])
     """
@@ -144,7 +144,7 @@ class Once:
         self.broken: BaseException | None = None
         self.returned: list[Any] = []
 
-    def take(self) -> None:
+    def run(self) -> None:
         """Make the call, unless it was made before."""
         if self.broken is not None:
             raise self.broken
@@ -203,10 +203,10 @@ class OptimizerSteps:
             step = Once(each.step if scaler is None else partial(scaler.step, each))
             self._steps.append(step)
             if scaler is None and has_plain_step(each):
-                self._calls.append(step.take)
+                self._calls.append(step.run)
             else:
-                self._watched.append(WatchedStep(each, step.take, always=scaler is not None))
-                self._calls.append(self._watched[-1].take)
+                self._watched.append(WatchedStep(each, step.run, always=scaler is not None))
+                self._calls.append(self._watched[-1].run)
         self._scaler_update: Once | None = None
         if scaler is not None:
             self._scaler_update = Once(scaler.update)
@@ -216,7 +216,7 @@ class OptimizerSteps:
             first = self._optimizers[0]
             self._hooked = first if before.has_hooks(first) else None
 
-    def take(self) -> str | None:
+    def run(self) -> str | None:
         """Make the steps that were not yet made.
 
         Returns:
@@ -283,7 +283,7 @@ class OptimizerSteps:
     def _update_scaler(self) -> None:
         """Update the scale, unless an optimizer skipped its step."""
         if self._scaler_update is not None and not self._without_step():
-            self._scaler_update.take()
+            self._scaler_update.run()
 
     def _all_steps(self) -> list[Once]:
         """Return the steps of the optimizers and of the scaler."""
@@ -316,7 +316,7 @@ def copy_masters(owned: list[ManagedParameter]) -> None:
 def scheduler_steps(rule: UpdateRule, loss: float) -> list[Callable[[], None]]:
     """Return the steps of the schedulers, each of which is made once."""
     return [
-        Once(partial(each.step, loss) if isinstance(each, ReduceLROnPlateau) else each.step).take
+        Once(partial(each.step, loss) if isinstance(each, ReduceLROnPlateau) else each.step).run
         for each in rule.schedulers
     ]
 

@@ -253,12 +253,15 @@ def check_choice(value: object, name: str, choices: Any) -> Any:
     raise InputError(f"{name}={value!r} is not a choice of {name}. Pass one of {listed}.")
 
 
-def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) -> None:
+def check_momentum(
+    step_optimizers: Sequence[Optimizer], conflicts: Mapping[str, object] | None = None
+) -> None:
     """Check that summing gradients in the momentum buffer is exact.
 
     Args:
         step_optimizers: the accumulator's optimizers.
-        conflicts: name of an option -> whether the user has set it; each needs the whole gradient.
+        conflicts: option as the user types it, e.g. "clip=" -> whether the user has set it; each needs the
+            whole gradient.
 
     Raises:
         OptimizerError: the optimizer is not a single SGD with momentum, or uses Nesterov, dampening, or a
@@ -276,21 +279,12 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
             f'gradient_sum="momentum" with {type(optimizer).__name__} is not exact: {reason}. Remove '
             "gradient_sum=."
         )
-    for name, value in conflicts.items():
-        if value:
-            shown = _CONFLICTS.get(name, f"{name}=")
+    for option, is_set in (conflicts or {}).items():
+        if is_set:
             raise InputError(
-                f'gradient_sum="momentum" does not work with {shown}, which needs the whole gradient, while '
-                f"micro-batches are summed in the momentum buffer. Remove gradient_sum= or {shown}."
+                f'gradient_sum="momentum" does not work with {option}, which needs the whole gradient, while '
+                f"micro-batches are summed in the momentum buffer. Remove gradient_sum= or {option}."
             )
-
-
-_CONFLICTS = {
-    "masters": "MasterWeights",
-    "weight_returned": 'weight="returned"',
-    "nonfinite_skip_microbatch": 'nonfinite="skip_microbatch"',
-    "ranks": "several ranks",
-}
 
 
 def _not_linear(group: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,7 @@ from ..loss.weighing import Weights
 from ..sizes.auto import AutoSize
 from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
 from .config import Config
-from .lockstep import work_in_step
+from .lockstep import work_in_lockstep
 from .microbatches import MicrobatchList, Paths, split_batch
 from .open_window import OpenWindow
 from .participants import batchnorm as norms
@@ -130,13 +130,13 @@ class ByMicrobatch:
         else:
             microbatches = split_batch(batch, sizing, self._paths, sync, need_samples=self._need_samples)
         # Forwards are collective, so each rank must run the same number.
-        if sync.in_step:
+        if sync.has_collective_forwards:
             equalize_turns(microbatches, sync)
         return microbatches, sizing
 
     def run(self, window: OpenWindow[Any]) -> None:
         """Run the loss on every micro-batch, in smaller micro-batches if memory runs out."""
-        (work_in_step if self._config.sync.in_step else work_through)(window)
+        (work_in_lockstep if self._config.sync.has_collective_forwards else work_through)(window)
 
     def record(self, window: OpenWindow[Any]) -> Update:
         """Return the record of a window that is over."""

@@ -95,7 +95,7 @@ class WatchedStep:
         >>> import torch
         >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
         >>> made, left_out = WatchedStep(sgd, sgd.step), WatchedStep(sgd, lambda: None, always=True)
-        >>> made.take(), left_out.take()
+        >>> made.run(), left_out.run()
         (None, None)
         >>> made.did_nothing, left_out.did_nothing
         (False, True)
@@ -112,7 +112,7 @@ class WatchedStep:
         """True if the step reached no optimizer; False also if that cannot be checked."""
         return self._watching and not self._ran
 
-    def take(self) -> None:
+    def run(self) -> None:
         """Make the step, unless it was made before."""
         try:
             for leaf in _watched(self.optimizer, always=self._always):

@@ -39,8 +39,9 @@ class Problem:
         state: keeper of the state that a forward changes; None before the first forward.
         terms: declaration of each term if `loss_fn` returns several by name (`by_term`); then `reduction` and
             `weight` are unused.
-        announce: function to call before each forward, if forwards wait for those of other ranks (`in_step`).
-            Then only losses are compared, because no rank has a full gradient of sharded parameters.
+        announce: function to call before each forward, if forwards wait for those of other ranks
+            (`announcing`). Then only losses are compared, because no rank has a full gradient of sharded
+            parameters.
 
     Examples:
         >>> layer = nn.Linear(2, 1)

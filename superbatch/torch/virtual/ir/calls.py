@@ -139,21 +139,21 @@ def _in_order(matrices: Tensor, by_rows: bool) -> Tensor:
 
 
 class Direct:
-    """Call whose tensors are its first arguments; a generated sweep inlines it as ``func(*tensors, *rest)``.
+    """Call whose tensors are its first arguments. A generated sweep inlines ``func(*tensors, *other_args)``.
 
     Attributes:
         func: the operator.
-        rest: the arguments after the tensors.
+        other_args: the arguments after the tensors.
     """
 
-    __slots__ = ("func", "rest")
+    __slots__ = ("func", "other_args")
 
-    def __init__(self, func: Callable[..., Any], rest: tuple[Any, ...]) -> None:
-        self.func, self.rest = func, rest
+    def __init__(self, func: Callable[..., Any], other_args: tuple[Any, ...]) -> None:
+        self.func, self.other_args = func, other_args
 
     def __call__(self, microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
         """Run the call."""
-        return self.func(*tensors, *self.rest)
+        return self.func(*tensors, *self.other_args)
 
 
 def _run_of(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> Run:

@@ -23,7 +23,9 @@ def mean(
         device: device of the exchange.
     """
     # A sharded parameter is a DTensor, which has a device mesh.
-    reduced = [not (sync.in_step and hasattr(parameter, "device_mesh")) for parameter in parameters]
+    reduced = [
+        not (sync.has_collective_forwards and hasattr(parameter, "device_mesh")) for parameter in parameters
+    ]
     # Divided before the sum, as in DDP, because a sum of float16 gradients may overflow.
     mine = [
         None if gradient is None else gradient / sync.count
@@ -31,7 +33,7 @@ def mean(
         if is_reduced
     ]
     plain = [parameter for parameter, is_reduced in zip(parameters, reduced, strict=True) if is_reduced]
-    ranks = Manual(sync.group, device) if sync.in_step else sync
+    ranks = Manual(sync.group, device) if sync.has_collective_forwards else sync
     # A rank without a gradient sends zeros, because all ranks must issue the same collectives.
     means = iter(ranks.reduce(mine, plain, lambda index: torch.zeros_like(plain[index])) if plain else [])
     return [

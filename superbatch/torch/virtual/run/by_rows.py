@@ -14,14 +14,14 @@ import torch
 from ..ir.calls import substituted
 from ..ir.shard import Shard
 from ..ir.values import ByRows, Node, Operand, Value, in_backward
-from .memo import Form, Template, template
+from .memo import KeyedCall, Template, template
 
 
-def by_rows(form: Form) -> ByRows | None:
+def by_rows(keyed: KeyedCall) -> ByRows | None:
     """Return the form by rows of an operation on full values.
 
     Args:
-        form: operation on full values, some of them not materialized.
+        keyed: operation on full values, some of them not materialized.
 
     Returns:
         The form by rows; None if the operation has to run once, on the full values.
@@ -29,17 +29,17 @@ def by_rows(form: Form) -> ByRows | None:
     if not in_backward():  # only gradients of gathered values are full and large
         return None
     # A materialized value is in memory already, so cutting it saves nothing.
-    cut = {id(v): shard for v in form.tensors if v.full is None and (shard := _row_shard(v, form.samples))}
+    cut = {id(v): shard for v in keyed.tensors if v.full is None and (shard := _row_shard(v, keyed.samples))}
     if not cut:
         return None
     # Rules read only shapes and shardings, so they can be called with sharded stand-ins.
-    stand_ins = [Value(v.meta, v.device, cut[id(v)]) if id(v) in cut else v for v in form.tensors]
-    args, kwargs = substituted(form.args, form.kwargs, form.paths, stand_ins)
-    cached = template(Form(form.func, tuple(args), kwargs, form.samples))
+    stand_ins = [Value(v.meta, v.device, cut[id(v)]) if id(v) in cut else v for v in keyed.tensors]
+    args, kwargs = substituted(keyed.args, keyed.kwargs, keyed.paths, stand_ins)
+    cached = template(KeyedCall(keyed.func, tuple(args), kwargs, keyed.samples))
     # Cutting saves nothing if the rule gathers an input again, or if a result is still full.
     if cached is None or cached.gathered or any(shard is None for shard in cached.action.shards):
         return None
-    return ByRows(cached.action, _operands(cached, form.tensors), _enlarges(cached, form, set(cut)))
+    return ByRows(cached.action, _operands(cached, keyed.tensors), _enlarges(cached, keyed, set(cut)))
 
 
 def _row_shard(value: Value, samples: int) -> Shard | None:
@@ -56,9 +56,9 @@ def _operands(cached: Template, tensors: Sequence[Value]) -> tuple[Operand, ...]
     return tuple(Operand(tensors[index], shard) for index, shard in cached.operands)
 
 
-def _enlarges(cached: Template, form: Form, cut: set[int]) -> bool:
+def _enlarges(cached: Template, keyed: KeyedCall, cut: set[int]) -> bool:
     elements = sum(meta.numel() for meta in cached.action.metas if isinstance(meta, torch.Tensor))
-    return elements >= 2 * sum(value.meta.numel() for value in form.tensors if id(value) in cut)
+    return elements >= 2 * sum(value.meta.numel() for value in keyed.tensors if id(value) in cut)
 
 
 def cut_to_rows(nodes: Iterable[Node], readable: set[Value]) -> dict[Value, Shard]:

@@ -23,7 +23,9 @@ from ..ir.shard import BatchSlice
 from ..ir.values import Run
 
 _DEVICES = {"cpu", "cuda"}
-Form = tuple[Any, ...]  # of the inputs: number of samples; shape, strides, dtype and device of each tensor
+InputForm = tuple[
+    Any, ...
+]  # of the inputs: number of samples; shape, strides, dtype and device of each tensor
 
 
 class Member(NamedTuple):
@@ -62,7 +64,7 @@ class Segment:
         for slot, position in last.items():
             if slot not in wanted:
                 self._frees[position].append(slot)
-        self._by_form: dict[Form, _Compiled | None] = {}
+        self._by_form: dict[InputForm, _Compiled | None] = {}
 
     def __call__(self, microbatch: BatchSlice, tensors: list[Tensor]) -> list[Any]:
         """Run the segment on a micro-batch.
@@ -123,7 +125,7 @@ class _Key:
 
     __slots__ = ("form", "hash", "key", "segment")
 
-    def __init__(self, segment: Segment, form: Form) -> None:
+    def __init__(self, segment: Segment, form: InputForm) -> None:
         # Functions in `structure` compare by identity; rules return the same object for equal arguments.
         self.key = segment.structure, form, _settings()
         self.hash = hash(self.key)
@@ -216,7 +218,7 @@ def _warn(reason: str) -> None:
     warn(f"virtual_batch(compile=True) cannot compile some operations, which run uncompiled ({reason})")
 
 
-def _compile(segment: Segment, form: Form) -> _Compiled | None:
+def _compile(segment: Segment, form: InputForm) -> _Compiled | None:
     """Compile a segment from its form alone; None if a result shares memory with an input."""
     # Imported here, because Inductor takes seconds to load and few blocks compile.
     from torch._inductor.compile_fx import compile_fx_inner

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ir.values import Node, Value, in_backward
 from .growth import mark_growth, values_of
 from .log import Log
-from .memo import Form
+from .memo import KeyedCall
 from .store import CountedBytes, Store
 
 
@@ -45,11 +45,11 @@ class FullValues:
         self._log.log_full_value(origin, value.nbytes, value.picked)
 
 
-def mark(form: Form, results: Any, rows: int, store: Store, log: Log) -> None:
+def mark(keyed: KeyedCall, results: Any, rows: int, store: Store, log: Log) -> None:
     """Mark the results of an operation that are full and grow with the batch.
 
     Args:
-        form: the operation.
+        keyed: the operation.
         results: its results.
         rows: rows of a micro-batch.
         store: counts the results that are already computed.
@@ -58,14 +58,14 @@ def mark(form: Form, results: Any, rows: int, store: Store, log: Log) -> None:
     Raises:
         CoupledSamplesError: with ``on_gather="error"``.
     """
-    if rows >= form.samples:  # one micro-batch: full values are no larger
+    if rows >= keyed.samples:  # one micro-batch: full values are no larger
         return
     values = values_of(results)
-    if mark_growth(form, results, rows):
-        log.operator_gathers(str(form.func), sum(value.nbytes for value in values))
+    if mark_growth(keyed, results, rows):
+        log.operator_gathers(str(keyed.func), sum(value.nbytes for value in values))
     for value in values:
         if value.full is not None and (value.grows or value.picked):
-            FullValues(store, log, 2).count(value, (log.where, str(form.func), in_backward()))
+            FullValues(store, log, 2).count(value, (log.where, str(keyed.func), in_backward()))
 
 
 def _share_memory(tensor: Tensor, other: Tensor) -> bool:

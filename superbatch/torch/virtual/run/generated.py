@@ -53,7 +53,7 @@ def structure(program: Sequence[Instruction], registers: Sequence[Any]) -> Struc
     steps = [
         (
             # A `Direct` call is inlined. Its source depends on the number of arguments after the tensors.
-            1 + len(run.rest) if isinstance(run, Direct) else 0,
+            1 + len(run.other_args) if isinstance(run, Direct) else 0,
             tuple(inputs),
             output,
             tuple(frees),
@@ -81,7 +81,7 @@ def _constants(program: Sequence[Instruction], registers: Sequence[Any]) -> Iter
     for run, _, _, effects, _, _, _ in program:
         if isinstance(run, Direct):
             yield run.func
-            yield from run.rest
+            yield from run.other_args
         else:
             yield run
         if effects is not None:

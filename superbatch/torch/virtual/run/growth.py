@@ -21,7 +21,7 @@ from superbatch.torch.memory.out_of_memory import out_of_memory
 from ..ir.calls import Call, meta_tensor, shapes
 from ..ir.shard import Shard
 from ..ir.values import Value
-from .memo import Form
+from .memo import KeyedCall
 
 aten: Any = torch.ops.aten
 
@@ -45,13 +45,13 @@ _WITH_SIZES = {
 }
 
 
-def may_grow(form: Form, results: Any) -> bool:
+def may_grow(keyed: KeyedCall, results: Any) -> bool:
     """Return whether a result may be full and grow with the batch.
 
     A fast test before `mark_growth`, because it runs for every operation and few results grow.
     """
     batch = False
-    for value in form.tensors:
+    for value in keyed.tensors:
         if value.grows or value.picked:
             return True
         batch = batch or value.shard is not None
@@ -62,7 +62,7 @@ def may_grow(form: Form, results: Any) -> bool:
         return False
     if value.shard is not None:  # z @ z.T has one row, and one column, per sample
         return value.node is not None and any(read.grows for read, _ in value.node.operands)
-    return value.node is None or value.node.once or form.func in _PICKS
+    return value.node is None or value.node.once or keyed.func in _PICKS
 
 
 def values_of(results: Any) -> list[Value]:
@@ -70,11 +70,11 @@ def values_of(results: Any) -> list[Value]:
     return [item for item in _flat(results) if type(item) is Value and item.meta is not None]
 
 
-def mark_growth(form: Form, results: Any, microbatch_size: int) -> bool:
+def mark_growth(keyed: KeyedCall, results: Any, microbatch_size: int) -> bool:
     """Mark the results of an operation that grow with the batch.
 
     Args:
-        form: the operation.
+        keyed: the operation.
         results: its results.
         microbatch_size: samples of a micro-batch; dimensions up to this size do not count.
 
@@ -86,15 +86,15 @@ def mark_growth(form: Form, results: Any, microbatch_size: int) -> bool:
         return False
     node = next((value.node for value in values if value.node is not None), None)
     read = {} if node is None else {id(v): shard for v, shard in node.operands if shard is not None}
-    reads = tuple([read.get(id(value)) for value in form.tensors])
+    reads = tuple([read.get(id(value)) for value in keyed.tensors])
     # Without a key, an argument may not be comparable, so nothing is cached.
-    if form.key is None:
-        return _marked(form, values, reads, microbatch_size)
-    # `form.key` does not have the growth of the inputs: they may be gathered values or parameters.
-    grown = tuple([(value.grows, value.picked, id(value.meta)) for value in form.tensors])
+    if keyed.key is None:
+        return _marked(keyed, values, reads, microbatch_size)
+    # `keyed.key` does not have the growth of the inputs: they may be gathered values or parameters.
+    grown = tuple([(value.grows, value.picked, id(value.meta)) for value in keyed.tensors])
     shape = tuple([(value.shard, id(value.meta)) for value in values])
-    key = _Key((form.key, microbatch_size, reads, grown, shape))
-    key.call = form, values, reads
+    key = _Key((keyed.key, microbatch_size, reads, grown, shape))
+    key.call = keyed, values, reads
     growth = _cached(key)
     for value, (grows, picked) in zip(values, growth.results, strict=True):
         value.grows, value.picked = grows, picked
@@ -102,7 +102,7 @@ def mark_growth(form: Form, results: Any, microbatch_size: int) -> bool:
 
 
 class _Growth(NamedTuple):
-    """Cached result for all calls of a form on values that grow in the same dimensions."""
+    """Cached result for all calls with the same key on values that grow in the same dimensions."""
 
     results: list[tuple[tuple[int, ...], int]]  # `grows` and `picked`
     copies_batch: bool
@@ -112,38 +112,40 @@ class _Growth(NamedTuple):
 class _Key(tuple[Any, ...]):
     """Cache key; refers to the call until it is evaluated."""
 
-    call: tuple[Form, list[Value], tuple[Shard | None, ...]] | None
+    call: tuple[KeyedCall, list[Value], tuple[Shard | None, ...]] | None
 
 
 @lru_cache(maxsize=1 << 12)
 def _cached(key: _Key) -> _Growth:
     call, key.call = key.call, None  # otherwise the cache would keep values of the first block alive
     assert call is not None
-    form, values, reads = call
-    copies_batch = _marked(form, values, reads, key[1])
-    held = (form.func, *(value.meta for value in (*form.tensors, *values)))
+    keyed, values, reads = call
+    copies_batch = _marked(keyed, values, reads, key[1])
+    held = (keyed.func, *(value.meta for value in (*keyed.tensors, *values)))
     return _Growth([(value.grows, value.picked) for value in values], copies_batch, held)
 
 
-def _marked(form: Form, values: list[Value], reads: tuple[Shard | None, ...], microbatch_size: int) -> bool:
-    dims = [_dims_read_whole(v, read, microbatch_size) for v, read in zip(form.tensors, reads, strict=True)]
+def _marked(
+    keyed: KeyedCall, values: list[Value], reads: tuple[Shard | None, ...], microbatch_size: int
+) -> bool:
+    dims = [_dims_read_whole(v, read, microbatch_size) for v, read in zip(keyed.tensors, reads, strict=True)]
     # x[:100] and x[0] have the same number of rows in a doubled batch.
-    if form.func in _PICKS and len(values) == 1 and values[0].shard is None:
-        _picked(form.call(), values[0], form.tensors[0], dims[0], microbatch_size)
-        return form.tensors[0].shard is not None and bool(values[0].grows)
-    picked = [value.picked for value in form.tensors]
+    if keyed.func in _PICKS and len(values) == 1 and values[0].shard is None:
+        _picked(keyed.call(), values[0], keyed.tensors[0], dims[0], microbatch_size)
+        return keyed.tensors[0].shard is not None and bool(values[0].grows)
+    picked = [value.picked for value in keyed.tensors]
     # A Python loop that stacks x[0], x[1], ...: each row is small, but all of them are the batch.
-    if form.func.overloadpacket in _JOINS and sum(picked) > microbatch_size and values[0].shard is None:
-        values[0].grows = ((form.call().argument("dim", 0)) % max(values[0].meta.dim(), 1),)
+    if keyed.func.overloadpacket in _JOINS and sum(picked) > microbatch_size and values[0].shard is None:
+        values[0].grows = ((keyed.call().argument("dim", 0)) % max(values[0].meta.dim(), 1),)
         return True
     # The gradient of x[:100] has the size of x, although its input has 100 rows.
-    if form.func in _PADS and max(picked) and not any(dims) and values[0].shard is None:
-        dim = form.call().argument("dim") % max(values[0].meta.dim(), 1)
+    if keyed.func in _PADS and max(picked) and not any(dims) and values[0].shard is None:
+        dim = keyed.call().argument("dim") % max(values[0].meta.dim(), 1)
         if values[0].meta.shape[dim] > microbatch_size:
             values[0].grows = (dim,)
             return True
     if any(dims):
-        _grown(form, values, dims, microbatch_size)
+        _grown(keyed, values, dims, microbatch_size)
     # Other results, such as x[0] * 2, still consist of picked rows.
     for value in values:
         if value.shard is None and not value.grows and value.meta.dim():
@@ -183,34 +185,34 @@ def _picked(call: Call, result: Value, source: Value, dims: tuple[int, ...], mic
 
 
 def _grown(
-    form: Form, values: Sequence[Value], dims: Sequence[tuple[int, ...]], microbatch_size: int
+    keyed: KeyedCall, values: Sequence[Value], dims: Sequence[tuple[int, ...]], microbatch_size: int
 ) -> None:
-    larger = _larger(form, dims, microbatch_size)
+    larger = _larger(keyed, dims, microbatch_size)
     for index, value in enumerate(values):
         shape = tuple(value.meta.shape)
-        if form.func in _RESHAPES:
-            growing = _reshaped(tuple(form.tensors[0].meta.shape), dims[0], shape)
+        if keyed.func in _RESHAPES:
+            growing = _reshaped(tuple(keyed.tensors[0].meta.shape), dims[0], shape)
         elif larger is not None and index < len(larger):
             twice = larger[index]
             growing = {dim for dim, size in enumerate(shape) if dim < len(twice) and twice[dim] != size}
         else:
-            growing = _alike(form, dims, shape, microbatch_size)
+            growing = _alike(keyed, dims, shape, microbatch_size)
         own = set() if value.shard is None else {value.shard.dim}
         value.grows = tuple(sorted(growing - own))
 
 
 def _larger(
-    form: Form, dims: Sequence[tuple[int, ...]], microbatch_size: int
+    keyed: KeyedCall, dims: Sequence[tuple[int, ...]], microbatch_size: int
 ) -> list[tuple[int, ...]] | None:
     """Return the shapes of the results for growing dimensions twice as long; None if unknown."""
-    unknown = any(value.meta is None for value in form.tensors)
-    if unknown or form.func in _WITH_SIZES or form.func in _RESHAPES:
+    unknown = any(value.meta is None for value in keyed.tensors)
+    if unknown or keyed.func in _WITH_SIZES or keyed.func in _RESHAPES:
         return None
     doubled = [
         Value(_doubled(value.meta, grows or _of_index(value, microbatch_size)), value.device)
-        for value, grows in zip(form.tensors, dims, strict=True)
+        for value, grows in zip(keyed.tensors, dims, strict=True)
     ]
-    call = form.call()
+    call = keyed.call()
     try:
         results = shapes(call.on(doubled))
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
@@ -250,11 +252,11 @@ def _reshaped(old: Sequence[int], dims: Sequence[int], new: Sequence[int]) -> se
 
 
 def _alike(
-    form: Form, dims: Sequence[tuple[int, ...]], shape: Sequence[int], microbatch_size: int
+    keyed: KeyedCall, dims: Sequence[tuple[int, ...]], shape: Sequence[int], microbatch_size: int
 ) -> set[int]:
     """Guess the growing dimensions by size, else by position, among those longer than a micro-batch."""
-    sizes = {value.meta.shape[dim] for value, grows in zip(form.tensors, dims, strict=True) for dim in grows}
-    sizes |= {size for value in form.tensors if value.shard for size in [value.shard.rows(form.samples)]}
+    sizes = {value.meta.shape[dim] for value, grows in zip(keyed.tensors, dims, strict=True) for dim in grows}
+    sizes |= {size for value in keyed.tensors if value.shard for size in [value.shard.rows(keyed.samples)]}
     growing = {dim for dim, size in enumerate(shape) if size in sizes and size > microbatch_size}
     if growing:
         return growing

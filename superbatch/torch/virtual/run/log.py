@@ -204,7 +204,7 @@ class Log:
 
     def report(self, samples: int, microbatches: int, store: Store | None = None) -> CouplingReport:
         """Return the report of the block so far."""
-        on_device, on_host, whole = (0, 0, 0) if store is None else store.most
+        on_device, on_host, whole = (0, 0, 0) if store is None else store.peak_bytes
         rows = -(-samples // max(microbatches, 1))
         return CouplingReport(
             samples=samples,

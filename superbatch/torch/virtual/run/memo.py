@@ -45,7 +45,7 @@ def traits(func: Any) -> OpTraits:
 
 
 class Template(NamedTuple):
-    """Cached action for all calls of a form.
+    """Cached action for all calls with the same key.
 
     Attributes:
         action: action that each call records.
@@ -60,8 +60,8 @@ class Template(NamedTuple):
     unknown: bool
 
 
-class Form:
-    """Call of an operator, with the key that all calls of the same form share.
+class KeyedCall:
+    """Call of an operator, with its cache key: operator, arguments, shapes, dtypes and sharding.
 
     Args:
         func: the operator.
@@ -71,7 +71,7 @@ class Form:
 
     Attributes:
         tensors, paths: all values in order, and their paths in the arguments.
-        key: cache key, equal for equal forms; None if the type of an argument is not in `_PLAIN`.
+        key: cache key; None if the type of an argument is not in `_PLAIN`.
     """
 
     __slots__ = ("args", "func", "key", "kwargs", "paths", "samples", "tensors")
@@ -90,7 +90,7 @@ class Form:
             cacheable &= self._describe(arg, (name,), key)
         if len(self.tensors) > 1 and len(set(map(id, self.tensors))) < len(self.tensors):
             which = {id(value): index for index, value in enumerate(self.tensors)}
-            # mm(x, x) is another form than mm(x, y), because rules may compare arguments by identity.
+            # mm(x, x) has another key than mm(x, y), because rules may compare arguments by identity.
             key.append(tuple(which[id(value)] for value in self.tensors))
         self.key = tuple(key) if cacheable else None
 
@@ -99,8 +99,8 @@ class Form:
         if kind is Value:
             self.tensors.append(arg)
             self.paths.append(path)
-            # The id identifies the form: `meta_tensor` returns one object per form, and the cache entry keeps
-            # it alive.
+            # The id identifies shape, strides and dtype: `meta_tensor` returns one object for them, and the
+            # cache entry keeps it alive.
             key += (id(arg.meta), arg.shard, arg.device)
             return True
         if kind is list or kind is tuple or isinstance(arg, (list, tuple)):
@@ -134,20 +134,20 @@ _PLAIN = {
 }
 
 
-def template(form: Form) -> Template | None:
+def template(keyed: KeyedCall) -> Template | None:
     """Return the cached template of a call.
 
     Args:
-        form: the call of an operator that draws no random numbers.
+        keyed: the call of an operator that draws no random numbers.
 
     Returns:
         The template; None if the call is decomposed, its shape depends on numbers, or the type of an argument
         is not in `_PLAIN`.
     """
-    if form.key is None:
+    if keyed.key is None:
         return None
-    key = _Key(form.key)
-    key.form = form
+    key = _Key(keyed.key)
+    key.keyed = keyed
     return _cached(key).template
 
 
@@ -162,25 +162,25 @@ class _CacheEntry(NamedTuple):
 
 
 class _Key(tuple[Any, ...]):
-    """Cache key of a form; refers to the form until it is evaluated."""
+    """Cache key; refers to its call until the call is evaluated."""
 
-    form: Form | None
+    keyed: KeyedCall | None
 
 
 @lru_cache(maxsize=1 << 13)
 def _cached(key: _Key) -> _CacheEntry:
-    form, key.form = key.form, None  # otherwise the cache would keep values of the first block alive
-    assert form is not None
-    held = (form.func, *(value.meta for value in form.tensors))
-    return _CacheEntry(_build_template(_with_stand_ins(form)), held)
+    keyed, key.keyed = key.keyed, None  # otherwise the cache would keep values of the first block alive
+    assert keyed is not None
+    held = (keyed.func, *(value.meta for value in keyed.tensors))
+    return _CacheEntry(_build_template(_with_stand_ins(keyed)), held)
 
 
-def _with_stand_ins(form: Form) -> Call:
+def _with_stand_ins(keyed: KeyedCall) -> Call:
     """Return the call with stand-ins for its values, without nodes and numbers."""
-    stand_ins = {id(value): Value(value.meta, value.device, value.shard) for value in form.tensors}
-    tensors = [stand_ins[id(value)] for value in form.tensors]
-    args, kwargs = substituted(form.args, form.kwargs, form.paths, tensors)
-    return Call(form.func, tuple(args), kwargs, tensors, form.paths, form.samples)
+    stand_ins = {id(value): Value(value.meta, value.device, value.shard) for value in keyed.tensors}
+    tensors = [stand_ins[id(value)] for value in keyed.tensors]
+    args, kwargs = substituted(keyed.args, keyed.kwargs, keyed.paths, tensors)
+    return Call(keyed.func, tuple(args), kwargs, tensors, keyed.paths, keyed.samples)
 
 
 def _build_template(call: Call) -> Template | None:

@@ -29,21 +29,21 @@ class Store:
             budget are in the same memory, but counted as the host's.
 
     Attributes:
-        most: peak bytes of each kind. Full values are counted if they grow with the batch.
+        peak_bytes: peak bytes of each kind. Full values are counted if they grow with the batch.
         prefetcher: prefetcher of rows; None if the device shares the host's memory.
     """
 
     def __init__(self, device: torch.device, budget: int | None) -> None:
         self._device = device
         self.budget = budget
-        self.most = [0, 0, 0]
+        self.peak_bytes = [0, 0, 0]
         self._now = [0, 0, 0]
         self._owners: dict[ref[Any], list[int]] = {}
         self._freed: list[ref[Any]] = []
         self._to_host = SideStream(device)
         self.prefetcher = Prefetcher(device, self._to_host) if device.type in OWN_MEMORY else None
 
-    def now(self) -> list[int]:
+    def current_bytes(self) -> list[int]:
         """Return the stored bytes of each kind."""
         while self._freed:
             for kind, nbytes in enumerate(self._owners.pop(self._freed.pop())):
@@ -53,23 +53,23 @@ class Store:
     def owned_by(self, owner: object) -> list[int]:
         """Return the list of an owner's bytes of each kind, which count until the owner is freed."""
         # Not `__del__`, where Python ignores exceptions, even a KeyboardInterrupt. The callback `list.append`
-        # is a C function, in which no signal handler runs. `now` subtracts the bytes later.
+        # is a C function, in which no signal handler runs. `current_bytes` subtracts the bytes later.
         return self._owners.setdefault(ref(owner, self._freed.append), [0, 0, 0])
 
     def add(self, owner: list[int], kind: int, nbytes: int) -> None:
         """Add bytes to the count of an owner; negative ones subtract."""
         # Bytes of freed owners are subtracted first, because they would raise the peak.
-        now = self.now() if self._freed else self._now
+        now = self.current_bytes() if self._freed else self._now
         owner[kind] += nbytes
         now[kind] += nbytes
-        if now[kind] > self.most[kind]:
-            self.most[kind] = now[kind]
+        if now[kind] > self.peak_bytes[kind]:
+            self.peak_bytes[kind] = now[kind]
 
     def is_full(self, nbytes: int) -> bool:
         """Return whether storing more bytes on the device would exceed the budget."""
         if self.budget is None:
             return False
-        now = self.now()
+        now = self.current_bytes()
         # Full values cannot move to the host, so they reduce the budget of the rows.
         return now[DEVICE] + now[FULL] + nbytes > self.budget
 

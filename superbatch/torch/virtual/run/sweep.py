@@ -122,7 +122,7 @@ def _set_full(node: Node, indices: Sequence[int], results: Sequence[Any]) -> lis
     return values
 
 
-class _Results:
+class _SweepResults:
     """Results of a sweep: full values and stored rows."""
 
     def __init__(self, store: Store, full_values: FullValues) -> None:
@@ -173,7 +173,7 @@ def _sweep(
     first: bool,
     compile: bool,
 ) -> None:
-    results = _Results(store, full_values)
+    results = _SweepResults(store, full_values)
     # Rows that no later sweep reads are freed after each micro-batch, to make room for new ones.
     read = [value.rows for value, until in plan.stored.items() if until == number]
     read += [value.rows for value, (_, until) in plan.read_by_rows.items() if until == number]
@@ -200,7 +200,7 @@ def _programs(
     number: int,
     plan: Plan,
     microbatches: Sequence[BatchSlice],
-    results: _Results,
+    results: _SweepResults,
     carried: CarriedRows | None,
 ) -> list[tuple[BatchSlice, _Program]]:
     """Return the program of each micro-batch; the one with carried rows runs new operations only."""
@@ -219,7 +219,7 @@ class _Program:
     """Register program of one sweep, built once and run for each micro-batch."""
 
     def __init__(
-        self, nodes: list[Node], number: int, plan: Plan, results: _Results, carried: CarriedRows | None
+        self, nodes: list[Node], number: int, plan: Plan, results: _SweepResults, carried: CarriedRows | None
     ) -> None:
         self._number, self._plan, self._results, self._carried = number, plan, results, carried
         self._slots: dict[tuple[int, Shard | None], int] = {}

@@ -16,7 +16,7 @@ from ..ir.calls import mapped, written_by
 from ..ir.recorder import Recorder
 from ..ir.values import Value
 from ..rules.decompositions import is_composite
-from ..run.memo import Form
+from ..run.memo import KeyedCall
 from . import composites
 from .aliases import assign, current, functional_of, view, with_defaults
 from .paranoid_composites import compared
@@ -110,8 +110,8 @@ def _write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
     draws_full_batch = recording.randomness.as_full_batch or kwargs.get("generator") is not None
     if draws_full_batch and torch.Tag.nondeterministic_seeded in func.tags:
         # The functional operator may draw its numbers in another memory order.
-        form = Form(func, *recording.values(args, kwargs), recording.samples)
-        assign(recording, target, draw_full_batch(recording, form.call()))
+        keyed = KeyedCall(func, *recording.values(args, kwargs), recording.samples)
+        assign(recording, target, draw_full_batch(recording, keyed.call()))
         return target
     result = composites.attempt(recording, functional, args, kwargs)
     if result is NotImplemented:

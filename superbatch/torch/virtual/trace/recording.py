@@ -29,7 +29,7 @@ from ..run.by_rows import by_rows
 from ..run.full_values import mark
 from ..run.growth import may_grow
 from ..run.log import Log
-from ..run.memo import Form, Template, action, template, traits
+from ..run.memo import KeyedCall, Template, action, template, traits
 from ..run.plan import plan
 from ..run.store import Store
 from ..run.sweep import run, unchanged
@@ -108,47 +108,47 @@ class Recording:
         """Record an operation on values, and return the values of its results."""
         if self.paranoid:
             func = paranoia.DEFINED.get(func, func)
-        form = Form(func, args, kwargs, self.samples)
-        results = spread(self, form, self._shards_by_shape) if func is aten.expand.default else None
+        keyed = KeyedCall(func, args, kwargs, self.samples)
+        results = spread(self, keyed, self._shards_by_shape) if func is aten.expand.default else None
         if results is None:
-            results = self._computed(form)
-        if may_grow(form, results):
+            results = self._computed(keyed)
+        if may_grow(keyed, results):
             size = 1 if self.size == "auto" else self.size
             rows = self.microbatches[0].samples if self.microbatches else size
-            mark(form, results, min(rows, self.samples), self.store, self.log)
+            mark(keyed, results, min(rows, self.samples), self.store, self.log)
         return results
 
-    def _computed(self, form: Form) -> Any:
-        func, args, kwargs = form.func, form.args, form.kwargs
+    def _computed(self, keyed: KeyedCall) -> Any:
+        func, args, kwargs = keyed.func, keyed.args, keyed.kwargs
         kind = traits(func)
         batch = pending = False
-        for value in form.tensors:
+        for value in keyed.tensors:
             if value.meta is None:  # sparse or nested
-                return self._run_now(form.call())
+                return self._run_now(keyed.call())
             batch = batch or value.shard is not None
             pending = pending or value.full is None
         if kind.immediate:
-            return self._run_now(form.call())
+            return self._run_now(keyed.call())
         if not batch and kind.like:  # ones_like(loss) must not materialize a pending loss
-            like = empty_like(form.tensors[0].meta, form.tensors[0].device)
+            like = empty_like(keyed.tensors[0].meta, keyed.tensors[0].device)
             return self.from_real(func(like, *args[1:], **kwargs))
-        random = kind.draws and form.call().argument("dropout_p") != 0.0
+        random = kind.draws and keyed.call().argument("dropout_p") != 0.0
         if not batch and (random or not pending):
             if random and self.randomness.as_full_batch:
-                return draw_full_batch(self, form.call())
-            return self._run_now(form.call())
-        cached = None if random else template(form)
+                return draw_full_batch(self, keyed.call())
+            return self._run_now(keyed.call())
+        cached = None if random else template(keyed)
         if cached is None:
-            return self._untemplated(form.call(), batch, random)
-        results = self._from_template(cached, form, batch)
+            return self._untemplated(keyed.call(), batch, random)
+        results = self._from_template(cached, keyed, batch)
         if self.paranoid:
-            paranoia.check(self, form.call(), results)
+            paranoia.check(self, keyed.call(), results)
         return results
 
-    def _from_template(self, cached: Template, form: Form, batch: bool) -> Any:
-        """Record an operation by the cached template of its form."""
-        func, tensors = form.func, form.tensors
-        rows = None if batch else by_rows(form)
+    def _from_template(self, cached: Template, keyed: KeyedCall, batch: bool) -> Any:
+        """Record an operation by its cached template."""
+        func, tensors = keyed.func, keyed.tensors
+        rows = None if batch else by_rows(keyed)
         if rows is not None and rows.larger:
             return self._node(func, rows.operands, rows.action)
         if cached.gathered:

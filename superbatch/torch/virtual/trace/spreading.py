@@ -11,28 +11,28 @@ from ..ir.calls import shapes
 from ..ir.recorder import Recorder
 from ..ir.shard import Shard
 from ..rules import shape_arguments
-from ..run.memo import Form
+from ..run.memo import KeyedCall
 from . import paranoia
 
 
-def spread(recording: Recorder, form: Form, shards: Mapping[torch.Size, Shard]) -> Any:
+def spread(recording: Recorder, keyed: KeyedCall, shards: Mapping[torch.Size, Shard]) -> Any:
     """Expand a full value to a sharded one.
 
     Args:
         recording: recording of the block.
-        form: call of `expand`.
+        keyed: call of `expand`.
         shards: shardings of the block's values, by shape.
 
     Returns:
-        The sharded result; None if the result is full, or if the cached template of the form applies.
+        The sharded result; None if the result is full, or if the cached template applies.
     """
-    # Not cached by form, because the sharding depends on the values that were recorded before (`shards`).
-    value, like = form.tensors[0], shards.get(torch.Size(form.args[1]))
+    # Not cached by key, because the sharding depends on the values that were recorded before (`shards`).
+    value, like = keyed.tensors[0], shards.get(torch.Size(keyed.args[1]))
     # For a pending value without `like` the template applies. A materialized one would be expanded at once.
     if value.meta is None or value.shard is not None or (value.full is None and like is None):
         return None
     # `expanded` ignores `like` if the value cannot be repeated in that dimension.
-    strategy = shape_arguments.expanded(call := form.call(), like)
+    strategy = shape_arguments.expanded(call := keyed.call(), like)
     if strategy is None:
         return None
     results = recording.add(call.func, strategy, shapes(call))

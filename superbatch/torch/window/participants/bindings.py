@@ -18,7 +18,7 @@ UNHELD: Any = object()  # stands for a result of a forward, whose memory must no
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
-def held(value: Any, *, first: bool) -> Any:
+def value_or_unheld(value: Any, *, first: bool) -> Any:
     """Return the value of a binding if it may be held during a window; `UNHELD` for results of a forward.
 
     Args:
@@ -26,7 +26,8 @@ def held(value: Any, *, first: bool) -> Any:
         first: whether it existed before the first window: then it is no result of a forward, even if large.
 
     Examples:
-        >>> held(3, first=False), held(torch.ones(1, requires_grad=True) * 2, first=True) is UNHELD
+        >>> result = torch.ones(1, requires_grad=True) * 2
+        >>> value_or_unheld(3, first=False), value_or_unheld(result, first=True) is UNHELD
         (3, True)
     """
     if isinstance(value, Tensor):
@@ -38,7 +39,7 @@ def held(value: Any, *, first: bool) -> Any:
             return UNHELD
         # A container is a result if one of its items is, e.g. `self.features = [layer1, layer2]`.
         items = value.values() if isinstance(value, dict) else value
-        return UNHELD if any(held(item, first=first) is UNHELD for item in items) else value
+        return UNHELD if any(value_or_unheld(item, first=first) is UNHELD for item in items) else value
     if is_array(value):
         return value if first or value.nbytes <= SMALL_BYTES else UNHELD
     if isinstance(value, (*SCALARS, nn.Module)) or callable(value) or first or value is NOTHING:

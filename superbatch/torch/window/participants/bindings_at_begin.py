@@ -96,14 +96,14 @@ class BindingsAtBegin:
         self._read_in_full = [one for one, kind in kinds if kind is None]
         self._lists = [one.table.content for one, kind in kinds if kind is list]
         self._getters: list[tuple[Any, Any]] = []
-        held: list[Any] = []
+        compared: list[Any] = []
         for (table, values, _), kind in kinds:
             keys = [key for key, value in values.items() if value is not UNHELD]
             if kind is dict and keys:
                 # The first key twice, because itemgetter returns a tuple only for two keys or more.
                 self._getters.append((itemgetter(keys[0], *keys), table.content))
-                held += [values[key] for key in (keys[0], *keys)]
-        self._held_values = held + list(chain.from_iterable(self._lists))
+                compared += [values[key] for key in (keys[0], *keys)]
+        self._compared_values = compared + list(chain.from_iterable(self._lists))
 
     def _is_same(self) -> bool:
         """Return whether all names are bound to the same objects as before.
@@ -116,7 +116,7 @@ class BindingsAtBegin:
             now = [get(content) for get, content in self._getters]
         except KeyError:  # a key was deleted since the last window
             return False
-        if not all(map(is_, chain.from_iterable((*now, *self._lists)), self._held_values)):
+        if not all(map(is_, chain.from_iterable((*now, *self._lists)), self._compared_values)):
             return False
         return all(_same(one.table.read(), one.values) for one in self._read_in_full)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .bindings import NOTHING, UNHELD, differs, held, is_content, is_log
+from .bindings import NOTHING, UNHELD, differs, is_content, is_log, value_or_unheld
 from .kept_tensors import SMALL_BYTES, can_be_kept, is_array
 from .reached import LONGEST, Table
 from .recorded_bindings import RecordedBindings
@@ -61,7 +61,7 @@ class LastInspection:
                 was = traces[number - 1] if number <= len(traces) else NOTHING
                 if (id(table.content), key) in left_out or (key is None and name in names):
                     continue
-                if _same(was, _trace(value)) or held(value, first=was is not NOTHING) is UNHELD:
+                if _same(was, _trace(value)) or value_or_unheld(value, first=was is not NOTHING) is UNHELD:
                     continue
                 if table.of_loss_fn and (
                     is_log(was, value) or not (is_content(value) or isinstance(was, float))

@@ -68,7 +68,8 @@ class Placement:
     def _sum_dtype(self, microbatches: int) -> torch.dtype | None:
         """Return the dtype of the buffers for low-precision gradients, or None for a sum in ``.grad``."""
         config = self._config
-        if config.sync.in_step or {e.parameter.dtype for e in config.owned}.isdisjoint(LOW_PRECISION):
+        dtypes = {entry.parameter.dtype for entry in config.owned}
+        if config.sync.has_collective_forwards or dtypes.isdisjoint(LOW_PRECISION):
             return None  # fully_shard sums shards in the dtype of its mixed-precision policy
         if not isinstance(self._option, str):
             return self._option

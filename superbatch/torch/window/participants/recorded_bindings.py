@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .bindings import NOTHING, UNHELD, differs, held, is_content, is_log, is_plain
+from .bindings import NOTHING, UNHELD, differs, is_content, is_log, is_plain, value_or_unheld
 from .reached import Table
 
 
@@ -41,8 +41,9 @@ class RecordedBindings:
             first: its values existed before the first window, so none of them is a result of a forward.
         """
         values, self.used = table.read(), True
-        # `held` leaves out results of a forward, which would keep a whole graph in memory.
-        self._recorded.append((table, {key: held(value, first=first) for key, value in values.items()}))
+        # `value_or_unheld` leaves out results of a forward, which would keep a whole graph in memory.
+        recorded = {key: value_or_unheld(value, first=first) for key, value in values.items()}
+        self._recorded.append((table, recorded))
         return values
 
     def record_earlier(self, recorded: Iterable[tuple[Table, dict[Any, Any]]]) -> None:
@@ -73,7 +74,7 @@ class RecordedBindings:
                 if was is UNHELD or not differs(was, value):
                     continue
                 # E.g. `self.last_features = h`, a result that the next forward does not read.
-                if not results and held(value, first=True) is UNHELD:
+                if not results and value_or_unheld(value, first=True) is UNHELD:
                     continue
                 if table.of_loss_fn and is_log(was, value):
                     continue
@@ -131,5 +132,5 @@ class RecordedBindings:
             self.used = True
             # In place of the present bindings, which are those in the middle of the saved window.
             self._recorded = [(t, b) for t, b in self._recorded if t.content is not table.content]
-            before = {key: held(value, first=True) for key, value in now.items()} | restored
+            before = {key: value_or_unheld(value, first=True) for key, value in now.items()} | restored
             self._recorded.append((table, {k: v for k, v in before.items() if v is not NOTHING}))

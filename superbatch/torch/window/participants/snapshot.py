@@ -55,7 +55,7 @@ class RandomKeeper:
         if "numpy" in sys.modules:
             self.before["numpy"] = self._numpy_state()
 
-    def now(self) -> dict[str, Any]:
+    def current_states(self) -> dict[str, Any]:
         """Return the present states."""
         return random_state(self.devices)
 
@@ -102,7 +102,7 @@ class RandomKeeper:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the present states, and those before the window, as tensors and plain containers."""
-        return {"random": as_plain(self.now()), "random_before": as_plain(self.before)}
+        return {"random": as_plain(self.current_states()), "random_before": as_plain(self.before)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the states of `state_dict`."""

@@ -49,14 +49,14 @@ class WatchedTensors:
             self._set(self.entries)
         return found
 
-    def now(self) -> tuple[list[Tensor], list[int]]:
+    def current_versions(self) -> tuple[list[Tensor], list[int]]:
         """Return the tensors that are alive, and their version counters."""
         tensors = [tensor for reference in self._references if (tensor := reference()) is not None]
         # Usually every tensor is alive, and no dictionary is walked.
         if len(tensors) == len(self._references):
             return tensors, [tensor._version for tensor in tensors]
         self._set({key: entry for key, entry in self.entries.items() if entry[0]() is not None})
-        return self.now()
+        return self.current_versions()
 
     def _set(self, entries: dict[int, Entry]) -> None:
         self.entries = entries
@@ -72,7 +72,7 @@ class VersionCounters:
 
     def __init__(self, watched: WatchedTensors | None = None) -> None:
         self._watched = WatchedTensors() if watched is None else watched
-        self._tensors, self._before = self._watched.now()
+        self._tensors, self._before = self._watched.current_versions()
 
     def read(self) -> list[int]:
         """Return the present counters."""

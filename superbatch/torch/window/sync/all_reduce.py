@@ -48,19 +48,19 @@ class Exchanges:
         group: the process group.
 
     Attributes:
-        made: number of exchanges that have ended.
+        completed: number of exchanges that have ended.
         inside: True during an exchange. If an error comes there, the other ranks cannot be reached.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self.made, self.inside = 0, False
+        self.completed, self.inside = 0, False
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a tensor over the ranks, in place."""
         self.inside = True
         dist.all_reduce(tensor, group=self._group)
-        self.made, self.inside = self.made + 1, False
+        self.completed, self.inside = self.completed + 1, False
 
 
 def kind(gradient: Tensor | None) -> float:
@@ -79,7 +79,7 @@ def all_reduced(
     gradients: list[Tensor | None],
     parameters: Sequence[Tensor],
     zeros: Callable[[int], Tensor],
-    held: Sequence[float],
+    kind_sums: Sequence[float],
     exchanges: Exchanges,
 ) -> list[Tensor | None]:
     """Return the sums of gradients over the ranks, with None for a gradient that no rank has.
@@ -88,7 +88,7 @@ def all_reduced(
         gradients: this rank's, one for each parameter.
         parameters: the parameters, in the same order.
         zeros: ``zeros(i)`` returns a gradient of zeros for parameter ``i``.
-        held: for each gradient the sum of its `kind` over the ranks.
+        kind_sums: for each gradient the sum of its `kind` over the ranks.
         exchanges: makes the exchanges of this reduction.
 
     Raises:
@@ -98,7 +98,7 @@ def all_reduced(
     likes = [None if each is None or each.is_sparse else _like(each) for each in gradients]
     summed: list[Tensor | None] = []
     try:
-        for index, (gradient, ranks) in enumerate(zip(gradients, held, strict=True)):
+        for index, (gradient, ranks) in enumerate(zip(gradients, kind_sums, strict=True)):
             summed.append(_present(zeros(index) if gradient is None else gradient, ranks) if ranks else None)
         for gradient in summed:
             if gradient is not None and gradient.is_sparse:
@@ -111,7 +111,7 @@ def all_reduced(
             summed.clear()
             gradients.clear()
             bucket = gradient = None
-            _take_part(likes, parameters, zeros, held, exchanges)
+            _take_part(likes, parameters, zeros, kind_sums, exchanges)
         raise
     return summed
 
@@ -130,16 +130,16 @@ def _take_part(
     likes: Sequence[_Like | None],
     parameters: Sequence[Tensor],
     zeros: Callable[[int], Tensor],
-    held: Sequence[float],
+    kind_sums: Sequence[float],
     exchanges: Exchanges,
 ) -> None:
     """Free this rank's gradients, and take part with zeros in the remaining exchanges."""
     for parameter in parameters:
         parameter.grad = None
     # This rank has made these exchanges before it failed, and the other ranks do not repeat them.
-    skip = exchanges.made
+    skip = exchanges.completed
     dense: list[_Like] = []
-    for index, (like, ranks) in enumerate(zip(likes, held, strict=True)):
+    for index, (like, ranks) in enumerate(zip(likes, kind_sums, strict=True)):
         if ranks >= SPARSE:
             skip -= 1
             if skip < 0:

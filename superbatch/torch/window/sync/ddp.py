@@ -96,20 +96,20 @@ class DDP(Manual):
             return super().reduce(gradients, parameters, zeros, announced)
         if announced is None:
             announced = self.sum_numbers(self.announce(gradients, parameters))
-        *held, unfit, unready = announced
+        *kind_sums, unfit, unready = announced
         # DDP's buckets cannot hold sparse gradients, and must be used by all ranks or by none.
-        buckets = None if unfit or max(held, default=0.0) >= SPARSE else self._buckets
+        buckets = None if unfit or max(kind_sums, default=0.0) >= SPARSE else self._buckets
         if buckets is None or (unready and not buckets.prepare()):
-            return super().reduce(gradients, parameters, zeros, held)
+            return super().reduce(gradients, parameters, zeros, kind_sums)
         with self._lost_on_error():
             # Gradients of parameters outside of the buckets are summed below.
-            missed = [index for index in buckets.reduce(gradients, parameters) if held[index]]
-        reduced = [each.grad if ranks else None for each, ranks in zip(parameters, held, strict=True)]
+            missed = [index for index in buckets.reduce(gradients, parameters) if kind_sums[index]]
+        reduced = [each.grad if ranks else None for each, ranks in zip(parameters, kind_sums, strict=True)]
         others = super().reduce(
             [reduced[index] for index in missed],
             [parameters[index] for index in missed],
             lambda number: zeros(missed[number]),
-            [held[index] for index in missed],
+            [kind_sums[index] for index in missed],
         )
         for index, gradient in zip(missed, others, strict=True):
             reduced[index] = gradient

@@ -72,7 +72,7 @@ class Position:
         """Return the message of this rank to the others."""
         return RankMessage(dist.get_rank(), failed, self.opened, self.updates)
 
-    def lose(self, error: BaseException) -> RankError:
+    def record_lost(self, error: BaseException) -> RankError:
         """Record that the other ranks cannot be reached, and return the error for it."""
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         self.lost = (

@@ -159,17 +159,17 @@ class FSDP2:
                 each.sharded_param.grad = None
         self._used = None
 
-    def held(self) -> list[float]:
+    def unreduced(self) -> list[float]:
         """Return 1 for each parameter that has an unreduced gradient on this rank, else 0."""
         return [float(_gradient_of(each) is not None) for each in self._parameters()]
 
-    def flush(self, held: Sequence[float]) -> None:
+    def flush(self, unreduced: Sequence[float]) -> None:
         """Reduce and scatter the unreduced gradients.
 
         Args:
-            held: the numbers of `held`, summed over the ranks.
+            unreduced: the numbers that `unreduced` returns, summed over the ranks.
         """
-        for each, ranks in zip(self._parameters(), held, strict=True):
+        for each, ranks in zip(self._parameters(), unreduced, strict=True):
             if ranks and _gradient_of(each) is None and hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = torch.zeros_like(each._unsharded_param)
         before = [

@@ -24,7 +24,7 @@ class Local:
 
     group: Any = None
     count, index = 1, 0
-    shared, in_step, reduces = False, False, True
+    shared, has_collective_forwards, reduces = False, False, True
     report = RanksReport("alone", 1, "never")
 
     def no_sync(self) -> ExitStack:
@@ -38,7 +38,7 @@ class Local:
         """Return an empty context: parameters are not sharded."""
         return nullcontext()
 
-    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
+    def begin_microbatch(self, *, last: bool, zero_weight: bool = False) -> None:
         """No-op: there is no other rank."""
 
     def zero_backward(self, *, again: bool) -> None:
@@ -63,7 +63,7 @@ class Local:
     def fail(self, failed: str) -> None:
         """No-op: there is no other rank."""
 
-    def lose(self, error: BaseException) -> RankError:
+    def record_lost(self, error: BaseException) -> RankError:
         """Return the error for a rank that cannot be reached; never called, without other ranks."""
         return RankError(str(error))
 
@@ -87,7 +87,7 @@ class Local:
         """Return the vote of this process."""
         return raised
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
+    def microbatch_counts(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
         """Return the number of micro-batches in a list."""
         return [microbatches]
 

@@ -34,7 +34,7 @@ class Manual:
         device: device of the tensors in which numbers are exchanged.
     """
 
-    in_step = False
+    has_collective_forwards = False
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
@@ -77,7 +77,7 @@ class Manual:
         """Return an empty context: parameters are not sharded."""
         return nullcontext()
 
-    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
+    def begin_microbatch(self, *, last: bool, zero_weight: bool = False) -> None:
         """No-op: forwards do not communicate."""
 
     def zero_backward(self, *, again: bool) -> None:
@@ -127,11 +127,11 @@ class Manual:
             self._exchange_messages(here.message(failed))
         except RuntimeError as error:  # not raised, because this rank's own error is raised
             if not here.lost:
-                here.lose(error)
+                here.record_lost(error)
 
-    def lose(self, error: BaseException) -> RankError:
+    def record_lost(self, error: BaseException) -> RankError:
         """Record that the other ranks cannot be reached, and return the error for it."""
-        return self._position.lose(error)
+        return self._position.record_lost(error)
 
     def first(self, number: int) -> int:
         """Return rank 0's number (below 2**53) on every rank."""
@@ -149,7 +149,7 @@ class Manual:
         """Return True on every rank if `raised` is True on any rank."""
         return bool(self.sum_numbers([raised])[0])
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
+    def microbatch_counts(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
         """Return the number of micro-batches of this rank, because forwards do not communicate."""
         return [microbatches]
 
@@ -196,9 +196,9 @@ class Manual:
         """Return the sums of the gradients over the ranks, with None for a gradient that no rank has."""
         if not self.shared:
             return gradients
-        held = self.sum_numbers(map(kind, gradients)) if announced is None else announced
+        kind_sums = self.sum_numbers(map(kind, gradients)) if announced is None else announced
         with self._lost_on_error(exchanges := Exchanges(self.group)):
-            return all_reduced(gradients, parameters, zeros, held, exchanges)
+            return all_reduced(gradients, parameters, zeros, kind_sums, exchanges)
 
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
         """Return the 2-norm, and True if every element is finite: the same on every rank."""
@@ -215,7 +215,7 @@ class Manual:
             yield
         except BaseException as error:
             if not isinstance(error, RankError) and (exchanges is None or exchanges.inside):
-                self._position.lose(error)
+                self._position.record_lost(error)
             raise
 
     def _exchange_header(self) -> None:
@@ -261,7 +261,7 @@ class Manual:
         except RuntimeError as error:
             if out_of_memory(error):
                 raise
-            raise self.lose(error) from error
+            raise self.record_lost(error) from error
 
     def _of_each(self, number: int) -> list[float]:
         return self.sum_numbers([number if rank == self.index else 0 for rank in range(self.count)])

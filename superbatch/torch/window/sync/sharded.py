@@ -42,7 +42,7 @@ class Sharded(Manual):
         InputError: `whole` is True and tensor parallel splits the parameters.
     """
 
-    in_step = True
+    has_collective_forwards = True
 
     def __init__(
         self,
@@ -137,10 +137,10 @@ class Sharded(Manual):
             self._fsdp.watch(stack)
         for model in self._models:
             stack.callback(model.register_forward_hook(self._keep).remove)
-        self.turn(last=False)
+        self.begin_microbatch(last=False)
         return stack
 
-    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
+    def begin_microbatch(self, *, last: bool, zero_weight: bool = False) -> None:
         """Prepare the forward and backward of a micro-batch."""
         self._fsdp.set(scatters=self._after_each, reduces=self._after_each and last)
         self._outputs.clear()
@@ -199,7 +199,7 @@ class Sharded(Manual):
         # An exchange of all ranks, because those with the same data must learn of a failure too.
         return [each / self._copies for each in super().sum_numbers(numbers)]
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
+    def microbatch_counts(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
         """Return the number of micro-batches of each rank, because each forward gathers from all ranks."""
         # Negative, because `agree_size` exchanges positive numbers. A rank without data sends 0 to both.
         each = self._of_each(-microbatches)
@@ -226,13 +226,13 @@ class Sharded(Manual):
 
     def count_announced(self, parameters: Sequence[Tensor]) -> int:
         """Return the number of numbers that `announce` returns."""
-        managed = len(self._fsdp.held())
+        managed = len(self._fsdp.unreduced())
         return managed * (2 if self._after_each else 1) + len(self._unmanaged(parameters))
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
-        """Return a number for each gradient that FSDP2 holds, has reduced, or does not manage."""
+        """Return a number for each gradient that is unreduced, was reduced, or is not managed by FSDP2."""
         others = [each.grad for each in self._unmanaged(parameters)]
-        return [*self._fsdp.held(), *self._fsdp.used(), *super().announce(others, [])]
+        return [*self._fsdp.unreduced(), *self._fsdp.used(), *super().announce(others, [])]
 
     def reduce(
         self,
@@ -244,17 +244,17 @@ class Sharded(Manual):
         """Return the shards of the summed gradients."""
         if announced is None:
             announced = self.sum_numbers(self.announce(gradients, parameters))
-        held, used = len(self._fsdp.held()), len(self._fsdp.used())
+        unreduced, used = len(self._fsdp.unreduced()), len(self._fsdp.used())
         with self._lost_on_error():
-            self._fsdp.flush(announced[:held])
+            self._fsdp.flush(announced[:unreduced])
         # A parameter that no rank has used must keep the gradient None, as it would in one process.
-        self._fsdp.clear_unused(announced[held : held + used])
+        self._fsdp.clear_unused(announced[unreduced : unreduced + used])
         reduced = [_laid_out(each.grad, each) for each in parameters]
         managed = self._fsdp.managed()
         if self.count > 1:
             # FSDP2 does not reduce parameters in `ignored_params` or outside of its modules.
             others = [id(each) not in managed for each in parameters]
-            self._reduce_unmanaged(reduced, others, parameters, zeros, announced[held + used :])
+            self._reduce_unmanaged(reduced, others, parameters, zeros, announced[unreduced + used :])
         if not self._fsdp.sums:
             # FSDP2 could only form means over the ranks here.
             means = [
@@ -293,7 +293,7 @@ class Sharded(Manual):
 
     def flush(self) -> None:
         """Reduce and scatter the unreduced gradients into ``.grad``."""
-        self._fsdp.flush(self.sum_numbers(self._fsdp.held()))
+        self._fsdp.flush(self.sum_numbers(self._fsdp.unreduced()))
 
     def scale(self, factor: float) -> None:
         """Multiply the unreduced gradients."""

@@ -49,12 +49,12 @@ class Sync(Protocol):
         ...
 
     @property
-    def in_step(self) -> bool:
+    def has_collective_forwards(self) -> bool:
         """True if a forward or a backward under `no_sync` communicates.
 
-        All ranks then run the same number of micro-batches (`turns`, `agree_size`). After the last one they
-        vote whether a rank has failed (`lockstep`). They also take part in each other's checks
-        (`checks.in_step`).
+        All ranks then run the same number of micro-batches (`microbatch_counts`, `agree_size`). After the
+        last one they vote whether a rank has failed (`lockstep`). They also take part in each other's checks
+        (`checks.announced_forwards`).
         """
         ...
 
@@ -77,7 +77,7 @@ class Sync(Protocol):
         """Return a context, inside of `no_sync`, in which this rank has all parameters in full."""
         ...
 
-    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
+    def begin_microbatch(self, *, last: bool, zero_weight: bool = False) -> None:
         """Prepare for the forward and backward of a micro-batch.
 
         Args:
@@ -142,7 +142,7 @@ class Sync(Protocol):
         """
         ...
 
-    def lose(self, error: BaseException) -> RankError:
+    def record_lost(self, error: BaseException) -> RankError:
         """Record that the other ranks cannot be reached, and return the error for it.
 
         Args:
@@ -176,7 +176,7 @@ class Sync(Protocol):
         """Return True on every rank if `raised` is True on any rank."""
         ...
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
+    def microbatch_counts(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
         """Return the number of micro-batches of each rank, or only this rank's if no forward communicates.
 
         Args:

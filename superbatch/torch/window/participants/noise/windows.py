@@ -23,7 +23,7 @@ from superbatch.noise.meter import (
     LEAST_SPREAD,
     POWERS,
     PROXY,
-    PROXY_BESIDE,
+    PROXY_WITH_GRADIENT,
     Estimate,
     NoiseMeter,
     estimate,
@@ -335,7 +335,7 @@ class NoiseOfWindows:
         own = [g for entry, g in zip(self._owned, gradients, strict=True) if id(entry.parameter) in measured]
         norm = norm_of(own)
         one = estimate(a2[-1], 0.0 if norm is None else float(norm) * float(norm), q_per_sample)
-        others |= {PROXY: one} | ({PROXY_BESIDE: one} if 1 - q >= LEAST_SPREAD else {})
+        others |= {PROXY: one} | ({PROXY_WITH_GRADIENT: one} if 1 - q >= LEAST_SPREAD else {})
         return others, None
 
     def _b2(self, gradients: list[Tensor | None], norm: float) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 from ..participant import Participant
 
 
-class Extra:
+class UserParticipants:
     """Calls the participants of the user in order, and restores them in reverse order.
 
     Args:

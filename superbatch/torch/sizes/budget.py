@@ -1,4 +1,4 @@
-"""Free memory for micro-batches (the room), from the memory limit and from measured micro-batches."""
+"""Memory budget of micro-batches, from the memory limit and from measured micro-batches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..memory.ledger import Ledger
 from .instruments import Instruments
 from .trials import SizeHistory
 
-# Share of the room that is left free under limits at which the system ends the process. Under limits at which
-# an allocation fails, such as RLIMIT_AS, the run can recover.
+# Share of the budget that is left free under limits at which the system ends the process. Under limits at
+# which an allocation fails, such as RLIMIT_AS, the run can recover.
 DEADLY = 0.10
 LEAST_MARGIN = 2**19
 
@@ -33,22 +33,22 @@ HOLES = 3.0
 _HOLED = 0.25  # share of a peak from which freed bytes count as holes
 _LEAST_HOLES = 2**24
 
-# Factors of growth of the room from which a search starts again.
+# Factors of growth of the budget from which a search starts again.
 _MUCH = 1.25  # for the fastest size, and for the largest one before any run
 _MORE = 1.05  # for the largest one later
-_LESS = 0.9  # factor on the share of the room in use, after the allocator has retried
+_LESS = 0.9  # factor on the share of the budget in use, after the allocator has retried
 _CALM = 100  # windows without a retry, after which the full share is used again
 _CLEANED = 2  # runs of each size that begin with empty caches: in the first, libraries try out algorithms
 
 
-class Room:
+class MemoryBudget:
     """Bytes available to micro-batches, updated by every measured micro-batch.
 
     Args:
         device: device of the memory.
         optimizers: optimizers whose state may not exist yet.
         instruments: sources of measurements.
-        margin: share of the room that is left free.
+        margin: share of the budget that is left free.
     """
 
     def __init__(
@@ -60,14 +60,16 @@ class Room:
         margin: float,
     ) -> None:
         self._device, self._optimizers = device, tuple(optimizers)
-        self._tools, self._margin = instruments, margin
+        self._instruments, self._margin = instruments, margin
         self.limit: Limit | None = None  # first reading
         self.total: int | None = None  # bytes available at the beginning of a window
         self.checked = 0.0  # time of the last reading, by time.perf_counter
         self._state = 0  # bytes of optimizer state that does not exist yet
         self._state_is_new = False  # the state exists, but the limit was not read since
-        self._held = 0  # bytes of the last window's gradients, which are kept until the next window
-        self._kept: list[int] = []  # bytes that each new size below the largest keeps, for its kernels
+        self._kept_gradients = 0  # bytes of the last window's gradients, which are kept until the next window
+        self._measured_kernel_bytes: list[
+            int
+        ] = []  # bytes that each new size below the largest keeps, for its kernels
         self._holed = False
         self._share = 1.0  # share of the total that may be used
         self._calm = 0  # windows since the last retry
@@ -75,7 +77,7 @@ class Room:
 
     # -- how large ---------------------------------------------------------------------------------------
 
-    def top(self) -> int:
+    def usable(self) -> int:
         """Return the bytes that micro-batches may use."""
         assert self.total is not None and self.limit is not None
         if self._holed:
@@ -84,10 +86,10 @@ class Room:
         margin = max(self._margin, DEADLY if deadly else 0.0)
         return int(self.total * self._share * (1 - margin)) - LEAST_MARGIN
 
-    def _bound(self) -> int:
-        """Return the bytes that a size in use may need; usually more than `top`, because readings vary."""
+    def _usable_by_known_sizes(self) -> int:
+        """Return the bytes that a size in use may need; usually more than `usable`, because readings vary."""
         assert self.total is not None
-        return self.top() if self._holed else (2 * int(self.total * self._share) + self.top()) // 3
+        return self.usable() if self._holed else (2 * int(self.total * self._share) + self.usable()) // 3
 
     def largest(self, history: SizeHistory) -> int:
         """Return the largest size that may run; a new size also needs room for the memory that it keeps.
@@ -95,19 +97,19 @@ class Room:
         The result changes only after a new size was run, if it no longer fits, or if a clearly larger one
         fits. So sizes do not change with every reading of the memory.
         """
-        demand, bound, now = history.demand(), self._bound(), history.largest
-        still_fits = now and demand.at(now) + self._keeps(history, now) <= bound
+        demand, bound, now = history.demand(), self._usable_by_known_sizes(), history.largest
+        still_fits = now and demand.at(now) + self._kept_by_next_run(history, now) <= bound
         run = max((size for size in history.runs if demand.at(size) <= bound), default=0)
         found = max(self._largest_new(history), run)
-        # Before the first run, memory for kernels is still free, so the room seems larger than it is.
+        # Before the first run, memory for kernels is still free, so the budget seems larger than it is.
         if not still_fits or found > (_MORE if history.runs else _MUCH) * now:
             history.largest = found
         return history.largest
 
     def with_new(self, history: SizeHistory, sizes: Sequence[int]) -> int:
         """Return the largest of these sizes if it fits beside the memory of new sizes; else a smaller one."""
-        keep = sum(self._keeps(history, size) for size in set(sizes))
-        if history.demand().at(max(sizes)) + keep <= self._bound():
+        keep = sum(self._kept_by_next_run(history, size) for size in set(sizes))
+        if history.demand().at(max(sizes)) + keep <= self._usable_by_known_sizes():
             return max(sizes)
         return self._largest_new(history)  # one new size at a time: the next search follows it
 
@@ -116,45 +118,45 @@ class Room:
         demand = history.demand()
 
         def needs(samples: int) -> int:
-            return demand.at(samples) + self._new_keeps(history, samples)
+            return demand.at(samples) + self._kept_by_new_size(history, samples)
 
-        return max(1, bisect_right(range(1, history.farthest() + 1), self.top(), key=needs))
+        return max(1, bisect_right(range(1, history.farthest() + 1), self.usable(), key=needs))
 
-    def _keeps(self, history: SizeHistory, samples: int) -> int:
+    def _kept_by_next_run(self, history: SizeHistory, samples: int) -> int:
         """Return an estimate of the bytes that the next run of a size keeps; 0 after its first run."""
-        return 0 if samples in history.runs else self._new_keeps(history, samples)
+        return 0 if samples in history.runs else self._kept_by_new_size(history, samples)
 
-    def _new_keeps(self, history: SizeHistory, samples: int) -> int:
+    def _kept_by_new_size(self, history: SizeHistory, samples: int) -> int:
         """Return an estimate of the bytes that a new size keeps from its first run on."""
-        return 0 if self._holed else max(self._kernels(history), history.keeps_beyond(samples))
+        return 0 if self._holed else max(self._kernel_bytes(history), history.keeps_beyond(samples))
 
-    def _kernels(self, history: SizeHistory) -> int:
+    def _kernel_bytes(self, history: SizeHistory) -> int:
         """Return an estimate of the bytes that any new size keeps for its kernels."""
         if self._holed or not history.runs:
             return 0
-        return max(self._kept[-3:], default=history.kept_beyond[0])
+        return max(self._measured_kernel_bytes[-3:], default=history.kept_beyond[0])
 
-    def reach(self, history: SizeHistory, others: Iterator[SizeHistory]) -> int:
+    def next_largest(self, history: SizeHistory, others: Iterator[SizeHistory]) -> int:
         """Return the largest size that the measurements allow next (see `SizeHistory.next_largest`)."""
         assert self.total is not None
         # The memory that a new size keeps is visible only in micro-batches after the first of a window.
-        top = self._bound() if self._kept else self.top()
+        usable = self._usable_by_known_sizes() if self._measured_kernel_bytes else self.usable()
         ratios = [max(o.needed.values()) / max(1, o.curve.at(o.tried)) for o in others if o.needed]
         return history.next_largest(
             total=self.total,
-            top=top,
+            usable=usable,
             at_first=0 if ratios else AT_FIRST.get(self._device.type, 0),
-            each=self._kernels(history),
+            kernels=self._kernel_bytes(history),
             ratio=max(ratios, default=0.0),
         )
 
     def is_tight(self, history: SizeHistory) -> bool:
-        """Return whether the allocator has retried since the last call, although there seems to be room.
+        """Return whether the allocator has retried since the last call, although the budget seems enough.
 
-        Then a smaller share of the room is used, until enough windows had no retry. Retries in the first runs
-        of a size do not count: the caches hold blocks of other sizes, and the search reaches the limit.
+        Then a smaller share of the budget is used, until enough windows had no retry. Retries in the first
+        runs of a size do not count: the caches hold blocks of other sizes, and the search reaches the limit.
         """
-        retries = self._tools.retries()
+        retries = self._instruments.retries()
         self._calm, is_tight = self._calm + 1, retries > self._retries
         self._retries = retries
         if is_tight:
@@ -169,7 +171,7 @@ class Room:
 
     def read(self, history: SizeHistory) -> None:
         """Read the limit for the first time, and estimate the optimizer state of the first update."""
-        self.limit = self.limit or self._tools.limit()
+        self.limit = self.limit or self._instruments.limit()
         if history.peaks:
             self._state = history.peaks[0].optimizer_state
         else:
@@ -179,8 +181,8 @@ class Room:
 
     def read_again(self, history: SizeHistory, shapes: Iterable[SizeHistory]) -> None:
         """Read the limit between two windows."""
-        self._set_total(history, self._tools.limit().bytes + self._held)
-        if self._state_is_new:  # use the room even if it is only a little more than estimated
+        self._set_total(history, self._instruments.limit().bytes + self._kept_gradients)
+        if self._state_is_new:  # use the budget even if it is only a little more than estimated
             self._state_is_new = False
             for shape in shapes:
                 shape.largest = 0
@@ -191,19 +193,22 @@ class Room:
             self._state_is_new, self.checked = True, -math.inf
         self._state = 0
         if history is not None and self._device.type == "cpu":
-            self._held = history.gradients  # see update_rule.zero_grad
+            self._kept_gradients = history.gradients  # see update_rule.zero_grad
 
     def _set_total(self, history: SizeHistory, free: int) -> None:
         """Set the total from the free memory at the beginning of a window.
 
-        The search starts again if the size in use no longer fits, or if there is much more room.
+        The search starts again if the size in use no longer fits, or if the budget is much larger.
         """
         self.total = free - self._state
-        if history.demand().at(history.size or 1) > self._bound() or self.total > _MUCH * history.total:
+        if (
+            history.demand().at(history.size or 1) > self._usable_by_known_sizes()
+            or self.total > _MUCH * history.total
+        ):
             history.size = 0
 
     def end_search(self, history: SizeHistory, size: int) -> None:
-        """Record the size that a search has found, and the room at its end."""
+        """Record the size that a search has found, and the budget at its end."""
         assert self.total is not None
         history.size, history.total = size, self.total
 
@@ -218,26 +223,26 @@ class Room:
             samples: number of its samples.
             first: it is the first one of its window.
         """
-        tools, fresh = self._tools, samples not in history.runs
+        instruments, fresh = self._instruments, samples not in history.runs
         if cleaned := history.runs.get(samples, 0) < _CLEANED:
-            tools.clean()
-        retries = tools.retries()
-        free = tools.limit().bytes
-        tools.meter.start()
+            instruments.clean()
+        retries = instruments.retries()
+        free = instruments.limit().bytes
+        instruments.meter.start()
         yield
-        peak = tools.meter.stop()
+        peak = instruments.meter.stop()
         if cleaned:
-            self._retries += tools.retries() - retries
+            self._retries += instruments.retries() - retries
         self.checked = time.perf_counter()
-        if fresh and peak is not None and tools.holes() > max(_HOLED * peak, _LEAST_HOLES):
+        if fresh and peak is not None and instruments.holes() > max(_HOLED * peak, _LEAST_HOLES):
             self._holed = True
         kept = 0
         if fresh and not self._holed:
-            kept = max(0, free - tools.limit().bytes - (history.gradients if first else 0))
+            kept = max(0, free - instruments.limit().bytes - (history.gradients if first else 0))
             if samples > max(history.runs, default=0):
                 history.record_kept(samples, kept)
             elif not first:
-                self._kept.append(kept)
+                self._measured_kernel_bytes.append(kept)
         if self._holed:
             history.needed = {size: history.curve.at(size) for size in history.needed}
             history.record(samples, None, first=first)

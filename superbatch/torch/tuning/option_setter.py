@@ -14,7 +14,7 @@ from superbatch.results.survey import What
 RANGES: dict[What, tuple[float, float]] = {"momentum": (0.0, 0.999), "weight_decay": (1e-6, 1.0)}
 
 
-class Dial:
+class OptionSetter:
     """Setter of the surveyed option of all parameter groups, which keep their ratios.
 
     Ratios are relative to the group with the largest value. If all values are zero (the first learning rate
@@ -36,9 +36,9 @@ class Dial:
         >>> layer = torch.nn.Linear(2, 1)
         >>> groups = [{"params": [layer.weight]}, {"params": [layer.bias], "lr": 0.25}]
         >>> sgd = SGD(groups, lr=0.5)
-        >>> dial = Dial([sgd], "lr")
-        >>> dial.turn(2.0)
-        >>> dial.ratios, [group["lr"] for group in sgd.param_groups]
+        >>> setter = OptionSetter([sgd], "lr")
+        >>> setter.set(2.0)
+        >>> setter.ratios, [group["lr"] for group in sgd.param_groups]
         ((1.0, 0.5), [2.0, 1.0])
     """
 
@@ -55,7 +55,7 @@ class Dial:
         # Momentum is not scaled by a ratio: all groups get the same value.
         self.ratios = (1.0,) * len(self._groups) if what == "momentum" else _ratios(self._groups, what)
 
-    def turn(self, value: float) -> None:
+    def set(self, value: float) -> None:
         """Set the option of each group to `value` times the group's ratio."""
         for group, ratio in zip(self._groups, self.ratios, strict=True):
             self._set(group, value * ratio)

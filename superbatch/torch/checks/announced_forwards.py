@@ -25,7 +25,7 @@ from .probing.resample import converted
 
 
 @contextmanager
-def in_step(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
+def announcing(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
     """Yield the problem to check; if forwards wait for other ranks, it announces each of its forwards.
 
     Args:
@@ -37,14 +37,14 @@ def in_step(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
         >>> from torch import nn
         >>> from superbatch.torch.window.sync.local import Local
         >>> problem = Problem(nn.Linear(1, 1), lambda x: x.sum())
-        >>> with in_step(problem, None, Local()) as checked:
+        >>> with announcing(problem, None, Local()) as checked:
         ...     checked is problem
         True
     """
-    if not sync.in_step:
+    if not sync.has_collective_forwards:
         yield problem
         return
-    guarded = replace(problem, loss_fn=partial(_in_turn, problem, microbatch, sync))
+    guarded = replace(problem, loss_fn=partial(_with_other_ranks, problem, microbatch, sync))
     try:
         # A vote with raised=True announces a forward; ranks that have finished answer it below.
         yield replace(guarded, announce=partial(sync.vote, raised=True))
@@ -56,10 +56,10 @@ def in_step(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
                     evaluate(guarded, microbatch)
 
 
-def _in_turn(problem: Problem, spare: Any, sync: Sync, microbatch: Any) -> Any:
+def _with_other_ranks(problem: Problem, spare: Any, sync: Sync, microbatch: Any) -> Any:
     """Return the loss of a micro-batch; after an error, take part in the collectives of other ranks."""
     sync.reshard()  # the attributes of the modules may have been restored
-    sync.turn(last=False, zero_weight=True)
+    sync.begin_microbatch(last=False, zero_weight=True)
     try:
         return problem.loss_fn(microbatch)
     except Exception as error:  # any kind, because it is raised again
