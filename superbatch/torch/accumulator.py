@@ -78,7 +78,7 @@ class Accumulator:
             unequal counts of labels), and from window 10 on if the number of windows has doubled since the
             last check.
         sync: how ranks share a window. ``"auto"`` follows the model's wrapper or sharding, and raises if
-            several ranks are initialised and the model is neither wrapped nor sharded. ``"all_reduce"`` sums
+            several ranks are initialised and the model is not wrapped and not sharded. ``"all_reduce"`` sums
             the gradients of such a model over all ranks, once per window. None: this rank trains alone. For
             `fully_shard`: ``"window"`` reduces gradients once per window and keeps them unsharded until then;
             ``"microbatch"`` reduces them after each micro-batch. The attribute `sync` reports the choice.
