@@ -58,8 +58,8 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
     if not lengths:
         unsplit = ", ".join(repr(leaf.path) for leaf in leaves) or "none"
         raise SplitError(
-            "The batch has nothing to split, only scalars, 0-d arrays and entries in unsplit= "
-            f"({unsplit}). Pass at least one array or list with one entry for each sample."
+            f"The batch has nothing to split: its entries ({unsplit}) are scalars, 0-d arrays or declared as "
+            "unsplit. Pass at least one array or list with one entry for each sample."
         )
     if len({length for _, length in lengths}) > 1:
         raise SplitError(

@@ -352,7 +352,7 @@ def test_wrong_input_is_refused() -> None:
         NoiseMeter("0.9")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="every=0"):
         NoiseMeter(every=0)
-    with pytest.raises(InputError, match="which must be finite"):
+    with pytest.raises(InputError, match="estimates must be finite"):
         NoiseMeter().add({"all": Estimate(math.nan, 1.0)}, samples=8)
     meter = NoiseMeter()
     meter.add({"all": Estimate(1.0, 1.0)}, samples=8)

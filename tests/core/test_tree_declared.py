@@ -143,7 +143,7 @@ def test_a_batch_without_samples_to_split_is_refused(batch: Any) -> None:
 
 
 def test_a_batch_with_every_path_unsplit_is_refused() -> None:
-    with pytest.raises(SplitError, match=r"nothing to split.* in unsplit=: 'x'"):
+    with pytest.raises(SplitError, match=r"nothing to split.*entries \('x'\)"):
         plan({"x": x()}, unsplit=("x",))
 
 

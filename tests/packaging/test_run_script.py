@@ -156,7 +156,7 @@ def test_a_folder_that_is_not_an_environment_is_left_unchanged(machine: Machine,
     (tmp_path / "mine" / "thesis.txt").touch()
     code, printed = machine.run("compare", SUPERBATCH_VENV=str(tmp_path / "mine"))
     assert code != 0
-    assert "is no virtual environment" in printed
+    assert "is not a virtual environment" in printed
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 

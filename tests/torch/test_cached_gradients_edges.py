@@ -213,7 +213,7 @@ def test_wrong_batches_and_arguments():
         InputError, "A Tensor was passed in place of a function", normal(7), ring, normal(7, 6), models=model
     )
     refused(InputError, "A Tensor was passed in place of a function", model, normal(7), normal(7, 6))
-    with pytest.raises(InputError, match="model of type str"):
+    with pytest.raises(InputError, match="model is of type str"):
         cached_gradients(model, ring, normal(7, 6), 3, models="model")  # type: ignore[arg-type]  (the mistake)
     for scale in ("2", True, None, 1j, math.nan, math.inf):
         refused(InputError, "scale=.*Pass a finite number", model, ring, normal(7, 6), scale=scale)

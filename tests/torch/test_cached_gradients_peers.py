@@ -120,7 +120,7 @@ def test_a_dict_of_losses_is_refused_with_advice():
         return cached_gradients(lambda b: [model(x) for x in b], loss, columns(2), 2, models=model)
 
     with pytest.raises(
-        InputError, match=r"loss of type dict.*one tensor.*Return one tensor: sum\(losses\.values"
+        InputError, match=r"loss of type dict.*one tensor.*Return one tensor, such as sum\(losses\.values"
     ):
         cached(loss_terms)
     assert all(parameter.grad is None for parameter in model.parameters())

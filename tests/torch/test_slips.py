@@ -300,7 +300,7 @@ def test_invalid_ends_of_a_survey(model: nn.Linear, low: Any, high: Any) -> None
 
 @pytest.mark.parametrize("models", [None, "m", [], {"a": 1}, [1]])
 def test_invalid_models_of_a_prediction(model: nn.Linear, models: Any) -> None:
-    with pytest.raises(InputError, match="model of type"):
+    with pytest.raises(InputError, match="model is of type"):
         predict_peak(loss_of(model), BATCH, models=models)
 
 

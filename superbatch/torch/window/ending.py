@@ -95,16 +95,14 @@ class Ending:
                 progress.microbatches, weights.one_per_microbatch(losses), weights.counted(dropped), took_part
             )
             unchecked = self._check_schedule.needs_check(checkable)
-        configuration = 0 if noise is None else noise.configuration_number()
-        announce = partial(update_rule.announced, window.gradients, config.sync, config.owned)
         # One exchange for sums, flags and announcements, because each costs a round trip.
         sums, bad_ranks, check_due, announced = over_ranks(
             sums,
             config.sync,
             nonfinite=bool(bad),
-            configuration=configuration,
+            configuration=0 if noise is None else noise.configuration_number(),
             unchecked=unchecked,
-            announce=announce,
+            announce=partial(update_rule.announced, window.gradients, config.sync, config.owned),
         )
         # The loss of some rank is not finite, so no rank makes the update.
         if bad_ranks:
@@ -119,9 +117,8 @@ class Ending:
         # The user may have updated the scaler inside the window.
         if window.scale is not None:
             window.scale.require()
-        divisor = found.divisor
         gradients = update_rule.batch_gradient(
-            rule, window.gradients, config.sync, config.owned, divisor, announced
+            rule, window.gradients, config.sync, config.owned, found.divisor, announced
         )
         # After the reduction, because a check of a sharded model frees gradients that are not yet reduced.
         if check_due and checkable is not None:
