@@ -282,8 +282,8 @@ def check_momentum(
     for option, is_set in (conflicts or {}).items():
         if is_set:
             raise InputError(
-                f'gradient_sum="momentum" does not work with {option}: micro-batches are summed in the momentum '
-                "buffer, so there is no separate gradient. Remove one of the two."
+                f'gradient_sum="momentum" does not work with {option}: micro-batches are summed in the '
+                "momentum buffer, so there is no separate gradient. Remove one of the two."
             )
 
 
