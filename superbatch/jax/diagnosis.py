@@ -127,9 +127,9 @@ def _not_of_weights(
         )
     if (key := _legacy_key(call)) is not None:
         return InputError(
-            f"No weight explains the {name} ({given}), and the check cannot draw the same numbers for "
-            f"every row from {key}, which looks like a legacy random key (uint32 of shape (2,) or (4,)). "
-            "Make the key with jax.random.key(seed), or pass check=False."
+            f"{key} looks like a legacy random key (uint32 of shape (2,) or (4,)), from which the check "
+            f"cannot draw the same numbers for every row, and no weight explains the {name}: {given}. Make "
+            "the key with jax.random.key(seed), or pass check=False."
         )
     return CoupledSamplesError(
         f"No weight explains the {name} ({given}): samples influence each other (BatchNorm in training, "

@@ -35,8 +35,8 @@ def refuse_what_has_no_gradient(position: int, argument: Any) -> None:
         raise InputError(
             f"argument {position}{jax.tree_util.keystr(path)} is {what}, which has no gradient. Pass the "
             "parameters alone: with flax.nnx, graphdef, params, rest = nnx.split(model, nnx.Param, ...), and "
-            "in the function model = nnx.merge(graphdef, params, rest, copy=True); with Equinox, "
-            "params, rest = eqx.partition(model, eqx.is_inexact_array), model = eqx.combine(params, rest)."
+            "in the function model = nnx.merge(graphdef, params, rest, copy=True); with Equinox, params, "
+            "rest = eqx.partition(model, eqx.is_inexact_array), and model = eqx.combine(params, rest)."
         )
 
 

@@ -324,7 +324,7 @@ def case_an_add_loss_that_is_not_a_mean_over_rows() -> None:
     for function, words in (
         (lambda x: 0.1 * ops.sum(x**2), "It is a sum over rows: divide it by the number of rows"),
         (lambda x: ops.sum(x**2, axis=-1), "It is a sum over rows: divide it by the number of rows"),
-        (masked, "Add a mean over rows; pass a mean over tokens"),
+        (masked, "Add a mean over rows, pass a mean over tokens"),
         (lambda x: ops.mean(ops.var(x, axis=0)), "add_loss is not a mean over the rows of the batch: it is "),
     ):
         refused(Program(lambda function=function: mlp(lambda: Adds(function))), LossSpecError, words)

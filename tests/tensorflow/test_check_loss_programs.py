@@ -184,7 +184,7 @@ WRONG = {
     "a regularizer plus a sum": (
         Program(lambda *g: with_losses(*g) + 9 * mean(*g) * len(g[1]), between=regularized, reduction="sum"),
         CoupledSamplesError,
-        r"Leave out terms that are no sum over rows: a regularizer in model\.losses",
+        r"Leave out terms that are no sum over rows, as a regularizer in model\.losses",
     ),
     "BatchNormalization in training": (
         Program(
