@@ -299,7 +299,7 @@ def test_refusals(tmp_path: Path) -> None:
         cached(ranking, microbatch_size=4)(features)
     ranking.model = model
     flat = [{"input_ids": torch.ones(9, dtype=torch.long), "offsets": torch.tensor([0, 2, 5])}] * 2
-    with pytest.raises(InputError, match=r"flattened: they have 'offsets'\. Make the"):
+    with pytest.raises(InputError, match=r"these have 'offsets', so they are flattened\. Make the"):
         cached(ranking, microbatch_size=4)(flat)
     model.append(nn.BatchNorm1d(16))
     with pytest.raises(CoupledSamplesError, match="BatchNorm in training mode"):
