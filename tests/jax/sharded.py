@@ -53,10 +53,14 @@ def on_an_explicit_mesh(p: Any, batch: Any) -> list[float]:
     return [error(jax.jit(call)(everywhere, spread)[1], call(p, batch)[1]) for call in calls]
 
 
+def unchanged(tree: Any, axis_name: Any) -> Any:
+    """Return the tree: the mutant of `varying`."""
+    return tree
+
+
 def main() -> None:
     jax.config.update("jax_enable_x64", True)  # noqa: FBT003  (the API takes it by position)
     if sys.argv[1:] == ["mutant"]:  # JAX treats the parameters as replicated
-        unchanged = lambda tree, axis_name: tree  # noqa: E731
         sys.modules["superbatch.jax.gradient"].varying = unchanged  # pyright: ignore[reportAttributeAccessIssue]
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     p, batch = params(), rows(64)

@@ -125,9 +125,8 @@ class Log:
         if self._on_gather == "ok":
             return
         self._warn_or_raise(
-            f"{operator} {f'in {self.where}' if self.where else 'outside of modules'} has no rule, so it "
-            f"gathers {nbytes} bytes of the whole batch into one tensor. Use another operator, or pass "
-            'on_gather="ok" to allow it.'
+            f"{operator} {self._place()} has no rule, so it gathers {nbytes} bytes of the whole batch into "
+            'one tensor. Use another operator, or pass on_gather="ok" to allow it.'
         )
 
     def operator_gathers(self, operator: str, nbytes: int) -> None:
@@ -138,13 +137,16 @@ class Log:
         """
         if self._on_gather == "ok" or not self.is_split:
             return
-        forward = f"in {self.where}" if self.where else "outside of modules"
-        place = "in the backward pass" if in_backward() else forward
         self._warn_or_raise(
-            f"{operator} {place} gathers {nbytes} bytes of the whole batch into one tensor. Use "
+            f"{operator} {self._place()} gathers {nbytes} bytes of the whole batch into one tensor. Use "
             "operations that keep one row per sample (torch.where or a product with a mask instead of an "
             'index), or pass on_gather="ok" to allow it.'
         )
+
+    def _place(self) -> str:
+        if in_backward():
+            return "in the backward pass"
+        return f"in {self.where}" if self.where else "outside of modules"
 
     def _warn_or_raise(self, text: str) -> None:
         if self._on_gather == "error":

@@ -68,9 +68,10 @@ class Placement:
     def _sum_dtype(self, microbatches: int) -> torch.dtype | None:
         """Return the dtype of the buffers for low-precision gradients, or None for a sum in ``.grad``."""
         config = self._config
-        dtypes = {entry.parameter.dtype for entry in config.owned}
-        if config.sync.has_collective_forwards or dtypes.isdisjoint(LOW_PRECISION):
+        if config.sync.has_collective_forwards:
             return None  # fully_shard sums shards in the dtype of its mixed-precision policy
+        if {entry.parameter.dtype for entry in config.owned}.isdisjoint(LOW_PRECISION):
+            return None
         if not isinstance(self._option, str):
             return self._option
         if config.rule.masters_copied or config.weigh == "returned":
