@@ -3,7 +3,7 @@
     python examples/contrastive.py [--updates 150]
 
 Plain accumulation in micro-batches of 8 has 7 negatives for each pair; the batch of 256 has 255. `WholeBatch`
-computes the loss of the whole batch in the memory of 8 pairs.
+computes the loss of the large batch in the memory of 8 pairs.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def main():
     truth = gradient(real)
     print("                          error, first gradient   recall@1, %")
     for name, make in (
-        ("real batch of 256", real),
+        ("large batch of 256", real),
         ("plain accumulation, 8", plain),
         ("superbatch, 8", exact),
     ):

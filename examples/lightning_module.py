@@ -37,7 +37,7 @@ class Model(lightning.LightningModule):
 
 
 class ExactModel(ExactAccumulation, Model):
-    """The same model, whose loss divides by the number of tokens."""
+    """The same model, with the divisor of its loss declared: the number of tokens."""
 
     weight_of = staticmethod(count_tokens("labels"))
 

@@ -1,4 +1,4 @@
-"""Train a mixture of experts with a balance loss over the whole batch.
+"""Train a mixture of experts with a balance loss over the large batch.
 
     python examples/moe_balance.py [--updates 100]
 

@@ -3,7 +3,7 @@
     python examples/resnet_batchnorm.py [--updates 20]
 
 Plain accumulation normalises each pair of images separately, which gives another gradient. `WholeBatch`
-normalises by the whole batch of 16, in the memory of two images.
+normalises over the large batch of 16, in the memory of two images.
 """
 
 import argparse
@@ -18,7 +18,7 @@ BATCH, MICROBATCH = 16, 2
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut, half as high and wide."""
+    """Two convolutions beside a shortcut; the output is half as high and wide."""
 
     def __init__(self, ins, outs):
         super().__init__()

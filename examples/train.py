@@ -123,7 +123,7 @@ def set_up() -> tuple[int, int, torch.device]:
         return 0, 1, torch.device("cuda" if cuda else "cpu")
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    join_process_group("nccl" if cuda else "gloo")  # as init_process_group, also after a restart
+    join_process_group("nccl" if cuda else "gloo")  # init_process_group that cannot hang after a restart
     return dist.get_rank(), dist.get_world_size(), torch.device("cuda" if cuda else "cpu")
 
 

@@ -29,7 +29,7 @@ def assert_split_invariant(
 ) -> None:
     """Assert that micro-batches of several sizes give the gradient of the whole batch, using `verify`.
 
-    Afterwards the model, its gradients, the random state and the state that `loss_fn` reaches are restored.
+    Afterwards the model, its gradients, the random state and the state reachable from `loss_fn` are restored.
     The pytest fixture of the same name is this function.
 
     Args:

@@ -80,7 +80,7 @@ def read_packed(path: str, entries: Mapping[str, Any]) -> Packed:
     if len(set(counts.values())) > 1:
         raise SplitError(
             f"The offsets at path {path!r} differ in their number of sequences: {_listed(counts)}. Give "
-            "queries and keys one entry for each sequence."
+            "queries and keys offsets of the same length."
         )
     _refuse_ambiguous_totals(path, offsets)
     return Packed(path, next(iter(counts.values())), offsets)

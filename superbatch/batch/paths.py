@@ -20,7 +20,7 @@ ABSENT: Final = object()  # returned by `find` when there is no such part, as No
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A part of a batch that is cut into samples or kept whole; its entries are not parts.
+    """A part of a batch that is not walked further: it is cut into samples, or kept whole.
 
     Args:
         path: its path, "" for the batch itself.

@@ -58,13 +58,13 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
     if not lengths:
         unsplit = ", ".join(repr(leaf.path) for leaf in leaves) or "none"
         raise SplitError(
-            f"The batch has nothing to split: its entries ({unsplit}) are scalars, 0-d arrays or declared as "
-            "unsplit. Pass at least one array or list with one entry for each sample."
+            f"The batch has nothing to split: its entries ({unsplit}) are scalars, 0-d arrays or kept "
+            "whole. Pass at least one array or list with one entry for each sample."
         )
     if len({length for _, length in lengths}) > 1:
         raise SplitError(
-            f"Parts of the batch differ in length: {described}. Declare parts that are the same for all "
-            "samples in unsplit=(...), and lists of samples of different sizes in per_sample=(...)."
+            f"Parts of the batch differ in length: {described}. Declare in unsplit=(...) the parts that all "
+            "samples share, and in per_sample=(...) the lists of samples of different sizes."
         )
     samples = lengths[0][1]
     if samples == 0:

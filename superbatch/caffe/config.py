@@ -41,7 +41,7 @@ def float32(value: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class NetState:
-    """Condition under which a layer of a net is used: Caffe's NetState."""
+    """State of a net, by which its layers are included or excluded: Caffe's NetState."""
 
     phase: Literal["TRAIN", "TEST"] = "TEST"
     level: int = 0

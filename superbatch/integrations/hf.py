@@ -196,7 +196,7 @@ class Exact(Trainer):
             return False
         if own or self._weight_is_unknown(samples):
             return adds_up(loss, samples, is_hidden=own and has_single_samples(self) and not is_given)
-        # Divide in the Trainer's way, to get the same rounding: models cast their logits to float32.
+        # Divide as the Trainer does, for the same rounding.
         return not is_given and loss.items_are_global and divides_by_items(loss, samples)
 
     def _has_own_weight(self) -> bool:

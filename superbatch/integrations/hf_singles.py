@@ -71,8 +71,8 @@ def check_singles(
             )
     if reason:
         warn(
-            "superbatch could not check the divisor of the loss: micro-batches have one sample, and samples "
-            f"could not be joined ({reason}). Compare the first loss with that of "
+            "superbatch could not check the divisor of the loss: micro-batches have one sample, and several "
+            f"samples could not be run together ({reason}). Compare the first loss with that of "
             "per_device_train_batch_size=2."
         )
     return True

@@ -71,8 +71,8 @@ class ExactAccumulation(LightningModule):
             batch_idx: its index in the epoch.
 
         Returns:
-            For the last batch of an update, the mean loss over all its batches, with the other entries that
-            your `training_step` returned for the last one. For earlier batches, NaN.
+            For the last batch of an update, k times the mean loss over its batches (Lightning divides by k),
+            with the other entries that your `training_step` returned for it. For earlier batches, NaN.
         """
         if (windows := self._running()) is None:
             return super().training_step(batch, batch_idx)

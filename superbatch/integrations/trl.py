@@ -136,7 +136,7 @@ class Exact(hf.Exact):
             raise InputError(
                 f"{own} replaces TRL's loss, so its divisor is not known. Define `weight_of(self, "
                 "microbatch)` in the trainer's class and return the number of tokens or pairs over which the "
-                "loss is a mean if num_items_in_batch is None."
+                "loss with num_items_in_batch=None is a mean."
             )
         unequal = [name for name in getattr(self, "loss_types", ()) if name in _COUPLED_LOSSES]
         if unequal and not self.coupled:

@@ -212,7 +212,7 @@ def _rows_of(call: Call) -> list[tuple[Any, str]]:
 
 
 def _few(call: Call) -> list[int]:
-    """Return the sizes of a few small micro-batches, all equal so that one program computes them."""
+    """Return the sizes of a few small micro-batches, equal if possible, so that one program suffices."""
     size, samples = min(call.samples_of_largest, 3), call.roles.samples
     count = min(samples // size, 3 if size > 1 else 6)
     return [size] * count if count > 1 else [size, samples - size]

@@ -24,7 +24,7 @@ class MultiSteps:
         use_grad_mean: whether the gradient of a window is the mean of its gradients, weighted by the `weight`
             of `update`; if False it is their sum.
         should_skip_update_fn: see `multi_steps`.
-        accumulator_dtype: see `multi_steps`; float32 or wider, where Optax's default is float32.
+        accumulator_dtype: see `multi_steps`. The default is float32 or wider; Optax's is float32.
 
     Raises:
         InputError: an argument has an unknown value.

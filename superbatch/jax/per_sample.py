@@ -201,7 +201,7 @@ def _flat(roles: Roles, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Leave
 
 
 def _varies(leaf: Any) -> frozenset[str]:
-    """Return the axes of `jax.shard_map` over which an array differs by its type."""
+    """Return the axes of `jax.shard_map` over which an array varies, by its type."""
     if not is_array(leaf) or is_key(leaf):
         return frozenset()
     return frozenset(axes_of_type(leaf))

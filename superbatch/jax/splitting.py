@@ -199,14 +199,14 @@ def _refuse_to_move(leaf: Any, axis: int, group: Group, layout: Layout) -> None:
     whole = "or let every device have the whole batch: jax.sharding.reshard(batch, jax.P())"
     if layout == "contiguous":
         raise SplitError(
-            f'layout="contiguous" assigns blocks of rows, but the rows are sharded over {over!r} of an '
-            f'explicit mesh, so a block is on one device. Pass layout="strided", {whole}.'
+            f'layout="contiguous" makes each micro-batch of one block of rows, but with rows sharded over '
+            f'{over!r} of an explicit mesh a block is on one device. Pass layout="strided", {whole}.'
         )
     if group.count * group.size != leaf.shape[axis] or group.size % devices:
         raise SplitError(
-            f"Micro-batches of {group.size} rows do not divide {leaf.shape[axis]} rows that are sharded over "
-            f"{over!r} of an explicit mesh with {devices} devices. Pass a microbatch_size that is a multiple "
-            f"of {devices} and divides the batch, {whole}."
+            f"Micro-batches of {group.size} rows do not divide {leaf.shape[axis]} rows evenly among the "
+            f"{devices} devices of an explicit mesh that shards them over {over!r}. Pass a microbatch_size "
+            f"that is a multiple of {devices} and divides the batch, {whole}."
         )
 
 

@@ -189,7 +189,7 @@ def _skip_of(plan: _Plan, updates: Any, count: Any, params: Any) -> tuple[Any, A
     """Call `should_skip_update_fn`; return whether to skip the micro-batch, and the function's state.
 
     Raises:
-        InputError: it returns anything else.
+        InputError: it does not return a boolean and a state.
     """
     if plan.should_skip is None:
         return jnp.zeros((), bool), ()

@@ -65,8 +65,8 @@ def accumulate(
             statistics once per update, with mean and variance over all rows of the batch.
         nonfinite: ``"propagate"`` NaN and infinity to the update; or ``"skip_microbatch"``: leave a
             micro-batch and its weight out if its loss or gradient is not finite.
-        check: before training, compare a few rows of the first batch at once with the same rows in
-            micro-batches. Raise if a layer or a loss couples rows, or a weight does not fit its loss.
+        check: before training, evaluate a few rows of the first batch in one piece and in parts, and compare.
+            Raise if a layer or a loss couples rows, or a weight does not fit its loss.
 
     Returns:
         The model on which to call `fit` and `train_on_batch`. A batch of weight 0 (all W are 0) does not

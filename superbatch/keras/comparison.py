@@ -86,7 +86,7 @@ class Comparison:
     def agrees(self) -> bool:
         """Return True if the rows have the same predictions and losses at once and in parts."""
         same = _same(self.whole.total, self.apart.total, self.bound)
-        # A single output reveals coupling that hardly changes the loss. One of several may have no loss.
+        # Compare a single output, too: coupling may hardly change the loss. One of several may have no loss.
         alone = len(self.whole.outputs) == 1
         coupled = alone and self._coupled(self.whole.outputs, self.apart.outputs)
         return same and not coupled and not self._differing() and not self._moved()

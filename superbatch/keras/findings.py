@@ -78,9 +78,7 @@ def wrong_term(
             "Return from loss_weight the number that the loss is divided by, or, if there is none, one loss "
             "for each sample, "
         )
-    return LossSpecError(
-        f"loss_weight is not the divisor of the loss {term.name!r}: {values}. {remedy}{WAY_OUT}"
-    )
+    return LossSpecError(f"The loss {term.name!r} is not divided by loss_weight: {values}. {remedy}{WAY_OUT}")
 
 
 def moved_state(paths: list[str], rows: list[int]) -> InputError:

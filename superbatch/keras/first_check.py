@@ -185,7 +185,7 @@ def _comparison(
         except SuperbatchError:
             raise
         except Exception as error:  # any error of the user's model or loss on so few rows
-            # Training would not raise: XLA clamps an index out of range, and reads another row.
+            # Training may not raise: under XLA an index out of range is clamped, and another row is read.
             if any(words in str(error) for words in OUT_OF_RANGE):
                 raise findings.rows_out_of_range(len(chosen)) from error
             return None  # training raises the model's own error

@@ -72,7 +72,7 @@ def leaves(data: Any) -> list[Any]:
         if type(leaf).__name__ in ("SparseTensor", "RaggedTensor", "JAXSparse", "BCOO", "BCSR"):
             raise SplitError(
                 f"The batch has a {type(leaf).__name__}, which cannot be cut along its rows inside a "
-                "compiled step. Pass it dense, padded and masked: tensor.to_tensor() of a ragged one."
+                "compiled step. Pass a dense array, padded and masked, such as ragged.to_tensor()."
             )
         if len(leaf.shape) == 0:
             raise SplitError("The batch has a scalar, which has no rows. Give it one entry for each row.")

@@ -38,7 +38,7 @@ class Plan(NamedTuple):
         kinds: the kind of each term.
         factors: the factor of each term in the total.
         stated: for each term, whether its weight comes from `loss_weight=`.
-        numbers: for each term, the shape that it was reduced from when the plan was made.
+        numbers: for each term, the shape of the loss's numbers before reduction, when the plan was made.
         counting: whether a first pass over the batch counts the weights.
         dtype: the dtype of loss sums and weights.
         skips: whether micro-batches that are not finite are left out.
@@ -89,8 +89,8 @@ def plan_of(terms: list[Term], options: Options, *, scaled: bool) -> Plan:
     if options.nonfinite == "skip_microbatch":
         if counting or len(set(kinds)) > 1:
             raise InputError(
-                'nonfinite="skip_microbatch" needs a loss of one term, because the divisors of several terms '
-                "are fixed before it is known which micro-batches are left out, but this loss has "
+                'nonfinite="skip_microbatch" does not work with this loss, because the divisors of its terms '
+                "are fixed before it is known which micro-batches are left out: "
                 f"{', '.join(f'{term.name} ({term.kind})' for term in terms)}. Use "
                 'nonfinite="propagate".'
             )

@@ -68,8 +68,8 @@ class NoiseMeter:
             measuring each would take a quarter of the time.
         data_size: number of samples from which batches are drawn *without replacement*. The noise scale is
             then that of the gradient of these data. None for unlimited data, such as one pass over a stream.
-        preconditioned: with Adam (torch), also measure the noise scale under powers of its preconditioner
-            (see `superbatch.results.noise.NoiseOfModel`). This costs some passes over each gradient.
+        preconditioned: with Adam (torch), also measure the noise scale weighted by powers of its
+            preconditioner (see `superbatch.results.noise.NoiseOfModel`): some passes over each gradient.
         proxy: also measure the noise of the weights and biases of LayerNorm and RMSNorm (torch) from
             gradients of single samples, which works with one micro-batch per window (see
             `superbatch.results.noise.NoiseProxy`).

@@ -190,8 +190,8 @@ class Noise:
         reason: why `batch_size` is None; None if it has a value.
         data_size: number of samples from which batches are drawn without replacement; None for unlimited
             data.
-        models: noise scales under models of Adam's preconditioner with the powers 0 (the numbers above), 1
-            and 2. Empty unless they are measured (``NoiseMeter(preconditioned=True)``).
+        models: noise scales weighted by the powers 0 (the numbers above), 1 and 2 of Adam's preconditioner.
+            Empty unless they are measured (``NoiseMeter(preconditioned=True)``).
         proxy: noise scale from gradients of single samples; None unless it is measured
             (``NoiseMeter(proxy=True)``).
         independence: test that micro-batches are independent draws; None if their losses are not known

@@ -43,7 +43,9 @@ def check(gradients: Any, weight: Any, loss: Any, samples: Any, options: Options
     count = len(options.variables)
     if not isinstance(gradients, list | tuple) or len(gradients) != count:
         given = (
-            f"{len(gradients)}" if isinstance(gradients, list | tuple) else f"a {type(gradients).__name__}"
+            f"a list of {len(gradients)}"
+            if isinstance(gradients, list | tuple)
+            else f"a {type(gradients).__name__}"
         )
         raise InputError(
             f"add() was given {given} as gradients of {count} variables. Pass tape.gradient(loss, variables) "

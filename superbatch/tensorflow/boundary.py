@@ -64,7 +64,7 @@ def apply(state: State, optimizer: Any, options: Options, patterns: Iterable[pre
         chosen = {i: tf.identity(_as_gradient(gradients[i], i, options)) for i in sorted(pattern)}
         optimizer.apply_gradients([(gradient, options.given[i]) for i, gradient in chosen.items()])
 
-    # Only possible with reduction="sum": with a mean, sums are 0 if the weight is.
+    # Sums without a divisor occur only with reduction="sum": with a mean, sums are 0 if the weight is.
     undivided = (weight == 0) & (norm != 0)
     if tf.executing_eagerly() and undivided:
         clear(state, strategy)
@@ -186,8 +186,8 @@ def _no_divisor() -> LossSpecError:
 
 def _unknown_pattern() -> WindowError:
     return WindowError(
-        "apply() was traced before any add() with this window's set of variables that have a gradient, so "
-        "its graph has no branch for this set; nothing was updated, and the window was dropped. Call each "
+        "apply() was traced before any add() with gradients for this window's set of variables, so its graph "
+        "has no branch for this set; nothing was updated, and the window was dropped. Call each "
         "function that calls add() once before the first call of the function that calls apply()."
     )
 

@@ -60,7 +60,7 @@ def check_loss(
         try:
             _compare(loss, batch, weight, options, spread, bound)
         except SuperbatchError:
-            # In a short dtype the difference may be rounding. Look for one only now: the trace takes long.
+            # In a short dtype the difference may be rounding. Look for such dtypes only now: a trace is slow.
             bound = _bound_of(loss, _rows_of(batch, spread))
             if bound == BOUND:
                 raise
@@ -114,7 +114,7 @@ def _judge(whole: Part, parts: list[Part], options: Options, bound: float) -> No
     sums = _weighted(parts, [1.0 for _ in parts])
     if _same(whole.values, sums if options.reduction == "sum" else means, bound):
         return
-    described = f"it is {whole.loss:.6g} for {whole.rows} rows at once, and " + " and ".join(
+    described = f"the loss is {whole.loss:.6g} for {whole.rows} rows at once, and " + " and ".join(
         f"{part.loss:.6g} for {part.rows} rows" for part in parts
     )
     if _same(whole.values, sums, bound):

@@ -220,7 +220,7 @@ class Accumulator:
         return self.engine.open(batch)
 
     def discard(self) -> None:
-        """Discard a window that was loaded or that an interrupt left open, and restore the state before it.
+        """Discard a window left by an interrupt or by `load_state_dict`, and restore the state before it.
 
         If its optimizers have already stepped, the window is finished instead.
 

@@ -36,15 +36,15 @@ class Gradient:
     """Adds the gradient of a whole batch to ``.grad``, computed in micro-batches that fit in memory.
 
     The result is that of ``loss.backward()`` on the real large batch: the gradient is normalised by the
-    weight of the batch, summed over the ranks of DistributedDataParallel, and not clipped. No optimizer
-    steps. As in an `Accumulator`, the loss is checked, a micro-batch that runs out of memory is repeated in
+    weight of the batch, summed over the ranks of DistributedDataParallel, and not clipped. No optimizer is
+    stepped. As in an `Accumulator`, the loss is checked, a micro-batch that runs out of memory is repeated in
     smaller ones, and long sums of low-precision gradients are made in float32 (see `gradient_sum`). A failure
     leaves ``.grad`` and everything else as before.
 
     Args:
         models: the model, or a list of models; the gradients of all their trainable parameters are added.
         loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the models; None if you only use `window`.
-        microbatch_size: as in `Accumulator`, like `reduction`, `weight`, `nonfinite`, `device`,
+        microbatch_size: as in `Accumulator`; the same holds for `reduction`, `weight`, `nonfinite`, `device`,
             `gradient_sum` (without ``"momentum"``), `participants`, `observers`, `split`, `check` and `sync`.
         scaler: a `torch.amp.GradScaler` that scales each loss. The gradient stays scaled, as after
             ``scaler.scale(loss).backward()``, and an overflow stays in it for ``scaler.step()`` to find.
@@ -164,7 +164,7 @@ class Gradient:
         return self.engine.open(batch)
 
     def discard(self) -> None:
-        """Discard a window that was loaded or left open by an interrupt, and restore the state before it."""
+        """Discard a window left by an interrupt or by `load_state_dict`, and restore the state before it."""
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class WholeGradient:
     Args:
         models: as `Gradient`'s.
         loss_fn: ``loss_fn(batch) -> loss``, called once, with the whole batch.
-        microbatch_size: as `WholeBatch`'s; so are `rng`, `nonfinite`, `device`, `participants`,
+        microbatch_size: as in `WholeBatch`; the same holds for `rng`, `nonfinite`, `device`, `participants`,
             `weight` and `sync`.
         scaler: as `Gradient`'s.
         backward: as `Gradient`'s.
@@ -300,7 +300,7 @@ class WholeGradient:
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save, the micro-batch sizes found, in tensors and plain containers."""
+        """Return the state to save (the micro-batch sizes found), in tensors and plain containers."""
         return self.engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -49,7 +49,7 @@ def verify(
     declared `reduction` and `weight` are also checked as on the Accumulator's first window, because gradients
     may agree by chance for one split.
 
-    Model, gradients, random state and the state that `loss_fn` reaches are restored bit for bit.
+    Model, gradients, random state and the state reachable from `loss_fn` are restored bit for bit.
 
     Args:
         model: the model, or several, in the mode (train or eval) of the training.

@@ -39,7 +39,7 @@ class WholeBatch:
             None: all. The update does not depend on it.
         rng: ``"microbatch"``: random operators draw anew for each micro-batch; ``"batch"``: they draw the
             numbers that the large batch would get.
-        max_grad_norm: as the `Accumulator`'s; so are `clip`, `scheduler`, `scaler` and `device`.
+        max_grad_norm: as in `Accumulator`; the same holds for `clip`, `scheduler`, `scaler` and `device`.
         nonfinite: a loss or gradient that is not finite: ``"raise"``, or ``"skip_update"``.
         participants: `FrozenBatchNorm`, and objects of your own.
         weight: on several ranks, a function from this rank's batch to its weight, such as

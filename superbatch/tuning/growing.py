@@ -218,7 +218,7 @@ def grow_batch(
     momentum: tuple[float, float] | None = None,
     tail: Tail = "update",
 ) -> GrowingBatch:
-    """Turn a schedule of the learning rate into one of accumulation steps and the remaining rate.
+    """Turn a learning-rate schedule into accumulation steps and the factor of the rate for each update.
 
     The accumulation steps are ``K(t) = max(1, round(B(t) / microbatch))`` with ``B(t) = batch / f(t)``, and
     the rate is ``f(t) K(t) microbatch / batch``. With ``form="exact"``, ``B(t) = N / (1 + (N / batch - 1)

@@ -57,7 +57,7 @@ def test_batch_size_and_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
         ({"average_gradients": 20}, "the size of its micro-batches is missing. Add --batch-size M"),
         ({"average_gradients": 20, "splits": "5x20", "batch_size": 5}, "both set the split of the batch"),
         ({"iterations": 10, "updates": 10}, "both set the length of a run"),
-        ({"average_gradients": 0, "batch_size": 5}, "--average-gradients 0: it counts micro-batches"),
+        ({"average_gradients": 0, "batch_size": 5}, "--average-gradients 0 is not a number of micro-batches"),
         ({"iterations": -5}, "--iterations -5"),
     ],
 )

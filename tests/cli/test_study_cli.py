@@ -115,7 +115,8 @@ def test_help_does_not_import_torch() -> None:
         ),
         (
             ("coupled", "--json"),
-            "--json prints one report. Name a recipe: superbatch study coupled code-search",
+            "--json prints one report, but the study coupled runs 5 recipes. Name one: superbatch study "
+            "coupled code-search",
         ),
         (
             ("coupled", "--data", "."),

@@ -299,7 +299,7 @@ def case_pairs_of_neighbours() -> None:
 def case_declared_weights() -> None:
     exact(with_loss(programs.known_mean, KNOWN, options=BY_KNOWN))
     exact(with_loss(programs.known_each, KNOWN))
-    divisor = "loss_weight is not the divisor of the loss 'known_mean': it is "
+    divisor = "The loss 'known_mean' is not divided by loss_weight: it is "
     refused(with_loss(programs.known_mean, KNOWN, options=BY_ROWS), LossSpecError, divisor)
     a_sum = "It is a sum: return one number for each sample from a loss with reduction"
     refused(with_loss(programs.known_sum, KNOWN, options=BY_KNOWN), LossSpecError, a_sum)
@@ -310,7 +310,7 @@ def case_declared_weights() -> None:
 
 def case_an_overridden_compute_loss() -> None:
     exact(Program(lambda: programs.own(programs.squares), options=BY_ROWS))
-    words = "loss_weight is not the divisor of the loss 'compute_loss'"
+    words = "The loss 'compute_loss' is not divided by loss_weight"
     coupled = Program(lambda: programs.own(programs.contrastive), options=BY_ROWS)
     refused(coupled, LossSpecError, words)
     known = Program(lambda: programs.own(programs.known_mean), y=KNOWN, options=BY_ROWS)

@@ -175,7 +175,7 @@ def case_skip_microbatch_needs_one_term() -> None:
     model.layers[-1].activity_regularizer = keras.regularizers.L2(0.1)
     raises(
         InputError,
-        "needs a loss of one term",
+        "does not work with this loss",
         fit(model, TOKENS, LABELS, options=skip),
     )
 
@@ -262,7 +262,7 @@ def case_micro_batches_that_agree_by_chance() -> None:
     by_rows = {"loss_weight": lambda x, y, sample_weight: ops.shape(y)[0]}
     programs: Any = (
         (balanced, {}, CoupledSamplesError, "The loss 'balanced' of a row depends on the other rows"),
-        (labelled_mean, by_rows, LossSpecError, "loss_weight is not the divisor of the loss 'labelled_mean'"),
+        (labelled_mean, by_rows, LossSpecError, "The loss 'labelled_mean' is not divided by loss_weight"),
     )
     spread = first_check._spread
     for loss, options, kind, words in programs:

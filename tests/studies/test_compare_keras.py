@@ -68,7 +68,7 @@ def test_a_run_does_not_affect_the_next() -> None:
         ),
         (
             {"splits": "80/15/5"},
-            "backend='keras' with the split 80/15/5: all its micro-batches have one size",
+            "backend='keras' cannot make the split 80/15/5: Keras' micro-batches have one size",
         ),
         ({"splits": "30/70"}, "with the split 30/70"),
     ],

@@ -215,7 +215,7 @@ def test_no_conclusion_without_runs() -> None:
         (
             lambda: made("ring"),
             {"samples": 255},
-            r"samples=255 makes no update of 256 samples\. Give at",
+            r"samples=255 is less than one update of 256 samples\. Give at",
         ),
         (lambda: made("ring"), {"learning_rate": 0.1}, "this study takes samples, margin"),
     ],

@@ -32,6 +32,6 @@ def test_the_warning_names_the_operator_and_the_remedy(found: list[dict[str, str
     assert found[0]["of a bag, 5"] == (
         "There is no rule for aten._embedding_bag.default in 'words', so it cannot be checked whether the "
         "loss couples the samples of this rank without those of the other ranks. If it does, gather "
-        "embeddings in loss_fn by torch.distributed.nn.functional.all_gather, or sum statistics by its "
-        "all_reduce."
+        "embeddings in loss_fn by all_gather, or sum statistics by all_reduce, both of "
+        "torch.distributed.nn.functional."
     )

@@ -45,7 +45,7 @@ def test_the_parameters_are_sharded_after_a_window(cell: str, found: Found) -> N
     every = sum(p.numel() for p in (plain() if cell in WITHOUT else net()).parameters())
     for each in found:
         assert each[cell]["elements"] < every
-        assert "each rank has all parameters meanwhile" in each[cell]["report"]
+        assert "each rank has all parameters in a window" in each[cell]["report"]
 
 
 @pytest.mark.slow

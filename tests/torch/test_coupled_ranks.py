@@ -135,8 +135,8 @@ def test_losses_that_are_not_that_of_the_batch_are_refused(found: Found) -> None
         assert (kind, unchanged) == ("CoupledSamplesError", True)
         assert text == (
             "aten.mm.default couples the samples of this rank without those of the other ranks, so the loss "
-            "is not that of the whole batch. Gather embeddings in loss_fn by "
-            "torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
+            "is not that of the whole batch. Gather embeddings in loss_fn by all_gather, or "
+            "sum statistics by all_reduce, both of torch.distributed.nn.functional."
         )
         kind, text, unchanged = each["labels without weight"]["error"]
         assert (kind, unchanged) == ("CoupledSamplesError", True)

@@ -136,7 +136,7 @@ def test_a_cgroup_over_its_limit_leaves_no_memory(tmp_path: Path, monkeypatch: p
 def test_a_system_that_reports_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_PROC", tmp_path)
     assert memory_limit(CPU).bytes == sys.maxsize
-    assert memory_limit(CPU).by == "nothing that this system reports"
+    assert memory_limit(CPU).by == "this system reports no limit"
     meter = PeakMeter(CPU)
     meter.start()
     assert meter.stop() is None

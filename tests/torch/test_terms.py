@@ -529,7 +529,7 @@ def test_verify_checks_the_names_of_terms() -> None:
     model, batch = tiny_lm(), tokens(LENGTHS)
     losses = CASES["token mean + sample mean"].losses
     with pytest.raises(
-        InputError, match=r"named \['tokens', 'router'\], but the declared terms are \['tokens'\]"
+        InputError, match=r"named \['tokens', 'router'\], but the declared losses are \['tokens'\]"
     ):
         verify(model, lambda mb: losses(model, mb), batch, microbatch_size=3, weight={"tokens": n_tokens})
     assert verify(

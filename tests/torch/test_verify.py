@@ -304,7 +304,7 @@ def test_a_model_that_computes_in_float32_inside() -> None:
     report = check(Problem(model, loss_fn, (torch.randn(49, 6), torch.arange(49) % 4)))
     assert report.exact
     assert 1e-12 < report.comparisons[1].largest < 1e-6
-    assert report.notes == ("parts of the model compute in float32 for every dtype of their inputs",)
+    assert report.notes == ("parts of the model compute in float32, whatever the dtype of their inputs",)
     # The same model with wrong weights is not excused by its rounding.
     wrong = lambda b: F.cross_entropy(model(b[0]).float(), b[1], reduction="sum")  # noqa: E731
     assert not check(Problem(model, wrong, flat_batch())).exact

@@ -24,7 +24,7 @@ def advise(
     writes a JSON report, a plot and a page. Exit code: 0 done, 2 wrong input, 130 interrupted (a partial
     report is written).
     """
-    folder_for("superbatch-advise", out, as_json=as_json)  # on every rank, before one waits for the others
+    folder_for("superbatch-advise", out, as_json=as_json)  # on every rank: none may wait for one that failed
     from ..studies.exchange import measure_as_other_rank, rank_and_count
 
     rank, _ = rank_and_count()

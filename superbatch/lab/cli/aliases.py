@@ -31,7 +31,7 @@ def translated(
     splits, updates, batch_size = options.splits, options.updates, options.batch_size
     for name, value in (("average-gradients", average_gradients), ("iterations", iterations)):
         if value is not None and value < 1:
-            raise InputError(f"--{name} {value}: it counts micro-batches. Give a number of at least 1.")
+            raise InputError(f"--{name} {value} is not a number of micro-batches. Give 1 or more.")
     if iterations is not None and updates is not None:
         raise _both(f"--iterations {iterations}", f"--updates {updates}", "the length of a run")
     if average_gradients is None:

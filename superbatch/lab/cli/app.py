@@ -66,7 +66,7 @@ def _options(
 TRACEBACK = "--traceback"
 COMPLETION = "_SUPERBATCH_COMPLETE"
 
-# Typer raises it for an unknown option or a wrong type. It has no public name in some releases.
+# Raised by Typer for an unknown option or a wrong type; some releases have no public name for it.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 

@@ -20,8 +20,8 @@ def fit(
 ) -> int:
     """Find the micro-batch size: predict and measure memory, and measure time, for several sizes.
 
-    Shows the largest size that fits, the fastest size, the effective batches within reach and ways to lower
-    the peak; writes a JSON report, a plot and a page. Nothing is trained: the weights do not change.
+    Shows the largest size that fits, the fastest size, memory and time of larger batches, and ways to lower
+    peak memory; writes a JSON report, a plot and a page. Nothing is trained: the weights do not change.
     Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
     return run("fit", recipe, options, title=f"fit {Path(recipe).name}", out=out, as_json=as_json)
@@ -36,7 +36,7 @@ def noise(
 ) -> int:
     """Train a recipe and measure the noise scale of its gradient: is a larger batch worth it?
 
-    Shows the noise scale during training with its interval, or the reason why it has none, and the time to a
+    Shows the noise scale during training with its interval (or why it is not determined), and the time to a
     target loss by number of micro-batches per update; writes a JSON report, a plot and a page.
     Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """

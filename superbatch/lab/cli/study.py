@@ -52,7 +52,8 @@ def study(
     recipes = entry_of(name).recipes if recipe is None else (recipe,)
     if as_json and len(recipes) > 1:
         raise InputError(
-            f"--json prints one report. Name a recipe: superbatch study {name} {recipes[0]} --json."
+            f"--json prints one report, but the study {name} runs {len(recipes)} recipes. Name one: "
+            f"superbatch study {name} {recipes[0]} --json."
         )
     if options.data is not None and len(recipes) > 1:
         readers = [each for each in recipes if each in TAKES_DATA]

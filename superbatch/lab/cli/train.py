@@ -16,8 +16,8 @@ def train(*, recipe: Recipe, options: TrainOptions) -> int:
     """Train a recipe: the update of the real large batch, in micro-batches that fit.
 
     Under torchrun the same command trains on all ranks. With --checkpoints the same command resumes a
-    training, on any number of ranks. Ctrl-C and SIGTERM finish the current update and save. Exit code: 0
-    done, 2 wrong input, 130 stopped by Ctrl-C, 143 by SIGTERM.
+    training, on any number of ranks. Ctrl-C and SIGTERM stop it after the current update; with --checkpoints
+    it is saved first. Exit code: 0 done, 2 wrong input, 130 stopped by Ctrl-C, 143 by SIGTERM.
     """
     from ..recipes import load_recipe
     from ..studies.train import train as study

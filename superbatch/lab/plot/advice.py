@@ -15,7 +15,7 @@ HARDLY = 0.05  # a relative difference that nobody would notice
 
 
 def advice(report: Advice, *, dark: bool = False) -> Figure:
-    """Draw an advice: W(K)/W(1) with its range, the best K, and the samples that a larger batch needs.
+    """Draw an `Advice`: W(K)/W(1) with its range, the best K, and the samples that a larger batch needs.
 
     Examples:
         >>> from superbatch.tuning.advice import Times, advise

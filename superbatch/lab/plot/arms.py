@@ -33,10 +33,7 @@ class Style:
 
 
 def styles_of(claims: Sequence[str], theme: Theme) -> list[Style]:
-    """Return the style of each arm: the real batch is a broad pale line, each split narrower than the last.
-
-    Lines that coincide stay visible this way.
-    """
+    """Return a style for each arm: a broad pale real batch, ever narrower splits, so that all are visible."""
     widths = chain((3.0, 2.4, 1.8), repeat(1.3))
     splits = map(Style, cycle(COLOURS), cycle(MARKERS), cycle(DASHES), widths)
     wrong = (Style(colour, "X", (0, (3, 1.5)), 1.6) for colour in cycle(WRONG_COLOURS))
@@ -106,7 +103,7 @@ def runs_by_row(
 
 
 def _share(part: int, whole: int, rest: str) -> str:
-    """Return the text "N of M REST" for the values outside the part; "REST" for all, "" for none."""
+    """Return "N of M REST" for the N = `whole - part` others; "REST" if that is all, "" if none."""
     if part in (0, whole):
         return rest if part < whole else ""
     return f"{whole - part} of {whole} {rest}"

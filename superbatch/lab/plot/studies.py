@@ -49,7 +49,7 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
         if first > 0 and expected is not None:
             noise.vlines(first * expected, -row - 0.4, -row + 0.4, color=theme.ink, linewidth=1.2)
     noise.set_xlabel("noise excess of the training loss")
-    noise.set_title("Runs and mean; bar: A's x lr / (batch (1 - m))")
+    noise.set_title("Runs, mean; bar: from A by lr / (batch (1 - m))")
 
 
 def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:

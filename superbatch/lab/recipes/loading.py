@@ -65,7 +65,7 @@ def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
     if data is not None and name not in TAKES_DATA:
         raise InputError(
             f"The recipe {name!r} does not read data={str(data)!r}. Leave it out, or use one of "
-            f"{', '.join(TAKES_DATA)}."
+            f"the recipes {', '.join(TAKES_DATA)}."
         )
     if data is not None and not Path(data).is_dir():
         raise InputError(f"data={str(data)!r} is not a folder. Pass the path of a folder.")

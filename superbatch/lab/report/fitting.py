@@ -73,7 +73,7 @@ class Fitting(RunReport):
     parameters: int  # bytes of the model, which are not in the peaks
     limit: Limit  # bytes available beyond those in use, and the source of this number
     margin: float  # share of the limit that is kept free
-    how: str  # source of the predictions: ``"fake tensors"``, ``"small real runs"``, or why there are none
+    how: str  # source of the curve: predictions with ``"fake tensors"``, or else ``"small real runs"``
     curve_error: float  # largest relative distance of a predicted point from the line through its neighbours
     sizes: tuple[Size, ...]  # ascending; sizes above the limit are only predicted
     largest: int  # the largest micro-batch that fits, at most the batch; 0 if one sample does not fit

@@ -48,8 +48,7 @@ class NoiseStudy(RunReport):
     high: float  # the same mean of the upper ends
     microbatch_seconds: float  # median time of the forward and backward of a micro-batch
     update_seconds: float  # median time of an update after its last micro-batch
-    # Time by ascending K: at the noise scale of the run, and at the ends of its interval.
-    steps: tuple[Steps, ...]
+    steps: tuple[Steps, ...]  # time by ascending K, for the run's noise scale and the ends of its interval
     models: tuple[float | None, ...] = ()  # ``B_noise`` of the run under each model, as in `NoiseAt.by_model`
 
     @property

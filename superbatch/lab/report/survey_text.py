@@ -19,7 +19,7 @@ NAMES: dict[What, str] = {"lr": "learning rate", "momentum": "momentum", "weight
 
 def surveys_table(report: Surveys) -> Table:
     """Return the table of the surveys: one row per arm."""
-    curve, share = "at every point of the fall: the largest p-value", 100 * (report.factor - 1)
+    curve, share = "the largest p-value up to 2/3 of the lowest point", 100 * (report.factor - 1)
     alike = f"rate within {report.margin:g} decades" if report.what == "lr" else "value alike"
     pairs = "largest relative difference up to the lowest point, same weights and samples"
     seeds = "between arms with different seeds"
@@ -61,8 +61,8 @@ def conclusions(report: Surveys) -> list[str]:
     # The splits fail the tests for the same reason, and a reader would blame them.
     if exact and again and again[0].alike is False and all(arm.alike is not True for arm in exact):
         sentences.append(
-            "The real batch itself, surveyed again, is not shown to be alike: these surveys are too few for "
-            "the tests. Give more --repeats."
+            "Even a second set of surveys of the real batch is not shown to be like the first: there are too "
+            "few surveys for the tests. Give more --repeats."
         )
     return [*sentences, *report.notes]
 

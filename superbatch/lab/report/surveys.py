@@ -63,10 +63,7 @@ class SurveyArm:
 
     @property
     def alike(self) -> bool | None:
-        """Return True if both unpaired tests show equivalence to the baseline, False if one does not.
-
-        Return None if a test could not be made and the other does not say False.
-        """
+        """Return True if both unpaired tests show equivalence, False if one does not, else None."""
         results = [test and test.equivalent for test in (self.curve, self.suggested)]
         if False in results:
             return False

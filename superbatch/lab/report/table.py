@@ -68,7 +68,7 @@ def comparison_table(report: Comparison) -> Table:
         ),
         (metric, "mean ± sd over the runs, held-out data", lambda arm: mean_text(arm.mean, arm.sd, form)),
         ("updates", "of the optimizer in each run", lambda arm: str(arm.updates)),
-        ("time, s", "of a run's updates alone, the mean", lambda arm: or_dash(arm.seconds, "{:.2f}".format)),
+        ("time, s", "mean of the runs, updates only", lambda arm: or_dash(arm.seconds, "{:.2f}".format)),
         (
             "peak memory",
             "of an update, not counting weights and batch",

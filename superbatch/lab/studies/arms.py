@@ -29,8 +29,7 @@ from superbatch.window import Window
 from ..recipes import Recipe
 from .setting import WRONG, ArmSpec, Method, Split
 
-# Makes one update from a batch and returns the batch's mean loss before the update.
-UpdateFunction = Callable[[Any], float]
+UpdateFunction = Callable[[Any], float]  # makes an update from a batch; returns its mean loss before
 HOW: Mapping[Method, str] = {
     "real batch": "the whole batch at once, plain PyTorch",
     "accumulator": "superbatch.torch.Accumulator",

@@ -26,7 +26,6 @@ class Entry:
     first_seed: int = 0  # smaller seeds were used to choose the settings
 
 
-# Name -> study.
 STUDIES: Mapping[str, Entry] = {
     "momentum": Entry(
         "Does a high momentum with batch 1 replace a large batch?",

@@ -26,7 +26,6 @@ from .workers import Receiver, train_seeds
 DEFAULTS = Options()
 TAIL = 0.4  # size of an epoch's short last batch, as a share of the batch; only with `include_wrong`
 
-# Notes of the report.
 PAIRED = (
     "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order. The Welch "
     "test treats the arms as independent groups."
@@ -42,7 +41,7 @@ PLAIN_ACCUMULATION = (
 )
 BATCHNORM = {"frozen": "FrozenBatchNorm()", "per_microbatch": "GhostBatchNorm()"}
 ROUNDING = (
-    "Differences of about 1e-7 are rounding in float32, and up to 1e-5 if rounding changes the sign of a "
+    "Differences of about 1e-7 are rounding in float32, and up to 1e-4 if rounding changes the sign of a "
     "ReLU's input. With --dtype float64, rounding differences are tiny, but those of a wrong method stay."
 )
 
@@ -174,10 +173,7 @@ def arm_report(
     peak_bytes: int | None,
     margin: float,
 ) -> Arm:
-    """Summarise the finished runs of an arm; `real` has those of the real batch.
-
-    A value that needs more runs is None.
-    """
+    """Summarise the finished runs of an arm; `real` has those of the real batch."""
     runs = sorted(runs, key=lambda run: run.seed)
     metrics = [run.metric for run in runs]
     of_seed = {run.seed: run.metric for run in real}

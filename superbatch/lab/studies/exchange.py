@@ -70,7 +70,7 @@ def with_exchange_time(recipe: Recipe, options: Options) -> tuple[Options, tuple
     device = torch.device(own)
     with torch.random.fork_rng(), all_ranks(device) as sync:
         seconds = exchange_seconds(recipe.model(0).to(device), sync)
-    note = f"The exchange of gradients was timed over {count} ranks, {ROUNDS} times, as a window makes it."
+    note = f"The exchange of gradients at the end of a window was timed over {count} ranks, {ROUNDS} times."
     return replace(options, all_reduce_seconds=seconds), (note,)
 
 

@@ -1,6 +1,6 @@
 """Study of the noise of a recipe's gradient: measure it in a training, and predict times of larger batches.
 
-1. Train with an accumulator that measures the noise scale of every window; record it at about 40 points.
+1. Train with an accumulator that measures the noise scale of every window; record it at up to 40 points.
 2. Time micro-batches and updates of the same sizes, on another copy of the model.
 3. From both, compute the time to a target loss with K micro-batches per update, relative to one.
 """
@@ -129,8 +129,8 @@ class _NoiseRun:
         unknown = sum(each.batch_size is None for each in self.points)
         if 0 < unknown < len(self.points):
             self.notes.append(
-                f"At {unknown} of {len(self.points)} points the noise scale was not determined. That of the "
-                "run is computed from the others; its upper end counts later undetermined points as infinite."
+                f"At {unknown} of {len(self.points)} points the noise scale was not determined. The run's "
+                "is computed from the others; in its upper end, later undetermined points count as infinite."
             )
         run = _over_run(self.points, self.batch_size)
         models = _by_model(self.points, self.batch_size, run[0])

@@ -90,8 +90,8 @@ def check(setting: Setting) -> None:
         *most, last = arm.split.sizes
         if len(set(most)) > 1 or (most and last > most[0]):
             raise InputError(
-                f"backend='keras' with the split {arm.split.name}: all its micro-batches have one size, and "
-                "only the last may be smaller. Give splits such as 5x20 or 40/40/20."
+                f"backend='keras' cannot make the split {arm.split.name}: Keras' micro-batches have one "
+                "size, and only the last may be smaller. Give splits such as 5x20 or 40/40/20."
             )
 
 

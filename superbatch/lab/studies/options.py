@@ -111,14 +111,14 @@ class AdviseOptions:
     noise_high: float | None = option(
         "upper end of the interval of the noise scale (default: --noise, or unbounded)"
     )
-    microbatch_seconds: float | None = option("time of a micro-batch (default: measured)", "--micro-seconds")
-    update_seconds: float | None = option("time of the optimizer's update (default: measured)")
+    microbatch_seconds: float | None = option("micro-batch time in s (default: measured)", "--micro-seconds")
+    update_seconds: float | None = option("time of the optimizer's update in s (default: measured)")
     # Once per update. On one rank there is no all-reduce, and it is 0.
     all_reduce_seconds: float | None = option(
-        "time of the all-reduce of gradients (default: measured under torchrun)"
+        "time of the all-reduce of gradients in s (default: measured under torchrun)"
     )
     parameters: int | None = option(
-        "parameters of the model, such as 1.3e9 (default: the recipe's)",
+        "number of the model's parameters, such as 1.3e9 (default: the recipe's)",
         typed=float,
         read=lambda value, _: round(value) if math.isfinite(value) else value,  # the command checks the rest
     )
@@ -126,8 +126,8 @@ class AdviseOptions:
     # This value and the two below it are for the batch to judge if the options determine it (`batch_stated`)
     # or there is no recipe; otherwise for the recipe's batch.
     learning_rate: float | None = option(
-        "learning rate (default: the recipe's); for the batch to judge if --batch-size, or both other sizes, "
-        "are given, else for the recipe's batch",
+        "learning rate (default: the recipe's); for the batch to judge if --batch-size, or --microbatch-size "
+        "with --accumulation-steps, is given, else for the recipe's batch",
         "--lr",
     )
     beta2: float | None = option("beta2 of Adam, for the same batch as --lr")
@@ -165,7 +165,7 @@ class CompareOptions:
     batch_size: int | None = option("samples of one update; with --average-gradients, of a micro-batch")
     # Each epoch then ends with a short batch: without it the fixed divisor is right.
     include_wrong: bool = option(
-        "add two wrong methods: a mean of means, a fixed divisor at the tail", default=False
+        "add two wrong methods: a mean of means, a full window's divisor for a short window", default=False
     )
     margin: float | None = option(MARGIN)
     backend: str = option("torch; for the recipe digits also jax, tensorflow or keras", default="torch")
@@ -222,10 +222,10 @@ class StudyOptions:
 
     # The seeds are often too few to show anything.
     quick: bool = option("shorter runs and fewer seeds: under a minute", default=False)
-    runs: int | None = option("seeds (default: the study's own number)")  # from 0; coupled: from 100
+    runs: int | None = option("number of seeds (default: the study's own)")  # from 0; coupled: from 100
     samples: int | None = option("samples that each run sees (default: the study's own number)")
     batch_size: int | None = option(
-        "momentum: the large batch; grow-batch, critical-batch: the first batch; splits, survey: the batch"
+        "samples of an update; momentum: of the large batch; grow-batch, critical-batch: of the first batch"
     )
     learning_rate: float | None = option(
         "learning rate at --batch-size; momentum: at batch 1 (default: the study's)", "--lr"

@@ -21,7 +21,7 @@ def affordable(cost: Callable[[int], float], *, least: int, most: int, runs: int
     if least >= most:
         return most, True
     first = cost(least)
-    fixed, each = 0.0, first / least  # seconds of a run regardless of its length, and of each sample
+    fixed, each = 0.0, first / least  # seconds of a run regardless of its length, and per unit of length
     # A second run of twice the length separates the two, if there is time for it.
     if 3 * first <= PILOT:
         if 6 * first <= PILOT:  # the first run has also loaded modules and data
@@ -45,6 +45,4 @@ def note(length: str, *, fits: bool) -> str:
     """Return a note that states the length of the runs and its reason."""
     if fits:
         return f"--quick: {length} in each run, so that all runs end within a minute on this machine."
-    return (
-        f"--quick: {length} in each run, the fewest that are meaningful. With this recipe they take longer."
-    )
+    return f"--quick: {length} in each run, the fewest that are meaningful. The study may take over a minute."

@@ -17,14 +17,12 @@ from ..recipes import Recipe
 
 CURVE_POINTS = 50
 TAILS_IN_A_RUN = 10  # short last batches of a run, at least, so that even a short run shows their effect
-# Method by which an arm makes its updates.
 Method = (
     Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
     | Literal["again", "missing 1/K", "another batch"]  # of surveys only
 )
 NAMED_BY_SPLIT = ("real batch", "accumulator", "another batch")  # methods that an arm's name leaves out
 Tick = Callable[[int], None]  # called with the micro-batches, or other units of work, since the last call
-# Descriptions of the wrong methods.
 WRONG: Mapping[Method, str] = {
     "mean of means": "wrong: each micro-batch's mean counts 1/K, whatever its weight",
     "fixed tail divisor": "wrong: divides a shorter window, too, by the K of a full window",
@@ -87,8 +85,8 @@ def batches(draw: Callable[[], np.ndarray], samples: int, setting: Setting) -> I
     """Cut random permutations of the samples, which `draw` returns, into the batches of a run.
 
     Without `setting.tail` the permutations are concatenated and cut into batches. With it, each permutation
-    ends with a short batch, and the rest of its samples is not used; a run has at least `TAILS_IN_A_RUN` of
-    these.
+    ends with a short batch, and its other samples are not used; a run of 20 updates or more has at least
+    `TAILS_IN_A_RUN` short batches.
     """
     size, tail, left = setting.batch_size, setting.tail, setting.updates
     pending = np.empty(0, np.int64)
@@ -156,7 +154,7 @@ def default_splits(batch_size: int, wanted_counts: tuple[int, ...] = COUNTS) -> 
         for wanted in wanted_counts
     }
     names = [f"{count}x{batch_size // count}" for count in sorted(counts | {1})]
-    if counts == {batch_size} and batch_size > 3:  # a prime number has no other: add one into two parts
+    if counts == {batch_size} and batch_size > 3:  # a prime has no other divisor: add a split in two
         names.insert(1, f"{batch_size - batch_size // 2}/{batch_size // 2}")
     return parse_splits(names)
 

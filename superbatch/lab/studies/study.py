@@ -2,7 +2,7 @@
 
 The file `study_NAME` has the study's own part: `design`, which lists the arms and says how to train and
 compare them, or `run`, which puts the report of another command into the form of a study. Seeds, processes,
-progress, interruption and the report are the same for all studies and stand here.
+progress, interruption and the report are the same for all studies; they are in this file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from .shared_options import Interrupted, Show, given_options, report_fields, sil
 from .statistics import limits_of
 from .workers import Receiver, Train, train_seeds
 
-# Options that only some studies take.
 OPTIONS_OF_SOME_STUDIES = (
     "samples",
     "batch_size",

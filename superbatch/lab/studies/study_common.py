@@ -20,8 +20,7 @@ from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from .arms import mean_and_weight
 from .statistics import tost_paired
 
-# Training samples, at most, over which a training loss is computed; fewer with ``--quick``.
-LOSS_SAMPLES, QUICK_LOSS_SAMPLES = 2048, 256
+LOSS_SAMPLES, QUICK_LOSS_SAMPLES = 2048, 256  # most training samples over which a loss is computed
 CHUNK = 512  # samples that are evaluated at once
 POINTS = 40  # points of a run's curve
 LOSS, UPDATES, SEEN = "training loss", "updates", "samples"

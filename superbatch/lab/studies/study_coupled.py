@@ -39,7 +39,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     updates = recipe.updates if options.samples is None else options.samples // recipe.batch_size
     if not updates:
         raise InputError(
-            f"samples={options.samples} makes no update of {recipe.batch_size} samples. "
+            f"samples={options.samples} is less than one update of {recipe.batch_size} samples. "
             f"Give at least {recipe.batch_size}."
         )
     device = checked_device(options.device or "cpu")

@@ -4,7 +4,7 @@ Train to a checkpoint with a small batch. From there, continue in branches: on t
 order, with a batch of k times the size and the optimizer rescaled by `superbatch.torch.tuning.rescale`. The
 critical batch *by branching* (Merrill et al. 2025, arXiv:2505.23971) is the largest whose smoothed loss still
 equals that of the small batch. The noise scale at the checkpoint predicts it: a batch B needs 1 + B/B_noise
-times the fewest samples (McCandlish et al. 2018, arXiv:1812.06162).
+times the samples of a tiny batch (McCandlish et al. 2018, arXiv:1812.06162).
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ KS = (1, 2, 4, 8, 16)  # batch sizes of the branches, as multiples of the small 
 PART_OF_BATCH = 12  # the small batch is a twelfth of the recipe's
 TOLERANCE = 0.05  # relative difference of the smoothed loss that does not matter
 HALF_LIFE = 0.1  # of the smoothing, as a share of a branch's samples
-# Windows with which the noise scale is measured, and micro-batches of each.
-NOISE_WINDOWS, NOISE_STEPS = 64, 8
+NOISE_WINDOWS, NOISE_STEPS = 64, 8  # windows that measure the noise scale, and micro-batches of each
 LOSS, RATE = "smoothed loss", "lr"
 WASTE, PREDICTED = "samples needed, x", "by the noise scale, x"
 QUANTITIES = (
@@ -140,8 +139,8 @@ def train(recipe: Recipe, seed: int, *, setting: BranchSetting, tick: Tick) -> c
 def waste(base: list[float], loss: float) -> float:
     """Return the samples of a branch over those that the small batch needs for the same loss.
 
-    `base` has the smoothed loss of the small batch after each update; it has reached the loss when it stays
-    at or below it. The result is at least 1, and infinite if `base` is never above the loss.
+    `base` has the smoothed loss of the small batch after each update; `loss` is reached when `base` stays at
+    or below it. The result is at least 1, and infinite if `base` is never above `loss`.
 
     Examples:
         >>> waste([4.0, 3.0, 2.0, 1.0], 2.0), waste([4.0, 3.0], 1.0), waste([4.0, 3.0], 5.0)
@@ -226,8 +225,5 @@ def conclusion_text(
 
 
 def predicted_waste(scale: float, batch: int, k: float) -> float:
-    """Return ``(1 + k b/B) / (1 + b/B)``: samples that k times the batch needs over those of the batch.
-
-    b is the batch size and B the noise scale.
-    """
+    """Return the samples of batch k b over those of b: ``(1 + k b/B) / (1 + b/B)``, for a noise scale B."""
     return (1 + k * batch / scale) / (1 + batch / scale)

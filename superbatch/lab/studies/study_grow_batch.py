@@ -30,8 +30,7 @@ from .study import Design, Options, StudyConclusions
 
 DECAY_UPDATES, QUICK_DECAY_UPDATES, SHORTEST = 4000, 800, 100  # updates of the arm that decays the rate
 PART_OF_BATCH = 6  # the first batch is a sixth of the recipe's, so that it can grow
-# (share of the samples at which a phase ends, factor of the learning rate in it).
-PHASES = ((0.5, 1.0), (0.75, 1 / 5), (1.0, 1 / 25))
+PHASES = ((0.5, 1.0), (0.75, 1 / 5), (1.0, 1 / 25))  # (end as a share of the samples, factor of the rate)
 LOSS_MARGIN = 1.1  # equivalence margin of the training loss, a factor
 ARMS = CONSTANT, DECAY, GROW = "constant rate", "decay the rate", "grow the batch"
 LIMIT = (

@@ -100,7 +100,8 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     counts = ()
     if recipe.weight is not None:
         counts = (
-            f"In batches of one, all samples have equal weight; in larger ones, it is their {recipe.counts}.",
+            f"In batches of one, all samples have equal weight; in larger ones, "
+            f"the weight is the number of {recipe.counts}.",
         )
     return Design(
         arms=tuple(_planned(arm, rate) for arm in arms),
@@ -137,10 +138,7 @@ def _planned(arm: Arm, rate: float) -> StudyArm:
 
 
 def train(recipe: Recipe, seed: int, *, arms: tuple[Arm, ...], loss_samples: int, tick: Tick) -> common.Runs:
-    """Train every arm from one seed: from the same weights, on the same order of samples.
-
-    Losses are means over `loss_samples` training samples.
-    """
+    """Train every arm from one seed: from the same weights, on the same order of samples."""
     order = common.stream(recipe.samples, max(arm.batch * arm.updates for arm in arms), seed)
 
     def train_one(arm: Arm, model: nn.Module) -> StudyRun:
@@ -213,7 +211,7 @@ def conclude(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: 
         verdict = "Momentum 0.99 with lr/(1-m) kept acts like a large batch here"
     conclusion = (
         f"{verdict}: noise excess x {noise.difference:.2g} ({noise.low:.2g} to {noise.high:.2g}) and "
-        f"{metric.partition(',')[0]} {signed_text(same.difference)} against batch 1 without momentum; noise "
-        f"excess of batch {times:.0f} at that rate x {float_text(large, '.1g')}."
+        f"{metric.partition(',')[0]} {signed_text(same.difference)} against batch 1 without momentum; batch "
+        f"{times:.0f} at that rate has a noise excess of x {float_text(large, '.1g')}."
     )
     return StudyConclusions(tests=(*scores, *noises), conclusion=conclusion)

@@ -39,9 +39,6 @@ LIMIT = (
 )
 
 
-# Algorithms that sum gradients of shape (K, coordinates), one after the other.
-
-
 def naive(gradients: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Sum in the gradients' own dtype, as ``.grad`` does, or in `dtype`, as `Accumulator` does in float32."""
     total = torch.zeros_like(gradients[0], dtype=dtype)
@@ -79,8 +76,8 @@ def pairwise(gradients: Tensor) -> Tensor:
 def stochastic(gradients: Tensor) -> Tensor:
     """Sum bfloat16 gradients with stochastic rounding, which has no bias.
 
-    A value between two bfloat16 numbers is rounded up with a probability equal to its distance from the lower
-    one. Random numbers are from torch's generator.
+    A value between two bfloat16 numbers is rounded up with a probability proportional to its distance from
+    the lower one. Random numbers are from torch's generator.
     """
     total = torch.zeros_like(gradients[0])
     for gradient in gradients:
@@ -97,7 +94,7 @@ class Summation:
 
     name: str
     how: str
-    add: Callable[[Tensor], Tensor] | None = None  # sums random gradients; None: the model's are summed
+    add: Callable[[Tensor], Tensor] | None = None  # sums gradients (K, coordinates); None: the model's
     dtype: torch.dtype = torch.bfloat16  # of the random gradients
     same_sign: bool = False  # random gradients of one sign; False: signal equals noise
 

@@ -40,7 +40,7 @@ def paired_difference(survey: Survey, real: Survey) -> float:
 def curve_test(
     surveys: Sequence[Survey], baseline: Sequence[Survey], *, factor: float = FACTOR
 ) -> CurveTest | None:
-    """Test that the loss equals the baseline's within a factor, at every point before the lowest one.
+    """Test that losses are the baseline's within a factor, at each point up to `SHARE` of the lowest one.
 
     Returns None with fewer than `FEWEST_RUNS` surveys on either side, if a loss is not positive and has no
     logarithm, or if a baseline survey ended too early to have a point that is tested.

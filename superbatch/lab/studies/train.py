@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The default arguments of this module hold the process group that exists at its import. Imported with the
-# first optimizer, it would keep the group and gloo's threads alive after destroy_process_group.
+# Default arguments in torch.distributed.nn hold the process group that exists at its import. The first
+# optimizer would import it later, and keep the group and gloo's threads alive after destroy_process_group.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 

@@ -28,8 +28,7 @@ from .arms import accumulator
 from .on_torch import cast_batch
 
 RATE = 1e-12  # learning rate: the optimizer works as with any other, and the weights do not change
-# Seconds that a timed window takes, about, so that the clock's resolution and call overhead do not matter.
-WINDOW_SECONDS = 0.01
+WINDOW_SECONDS = 0.01  # of a timed window, about: clock resolution and call overhead then do not matter
 MOST_MICROBATCHES = 64  # in a timed window
 LONG = 0.25  # seconds of a micro-batch from which a timed window has only one
 CPU_BLOCK = 64  # CPU allocations are rounded up to multiples of this, as in predictions; CUDA reports peaks
@@ -113,7 +112,7 @@ class Trainer:
             loss_fn=self.loss_fn,
             # "auto" would sum these few micro-batches in low precision, those of a long window in float32.
             gradient_sum=torch.float32 if dtype_of(model) in LOW_PRECISION else None,
-            check=False,  # the check would run the loss more often; `coupling_error` has made it before
+            check=False,  # `coupling_error` has run the check, which calls the loss more often
         )
 
     def time(self, window: Window) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Training as in Caffe, with its six solvers, its policies and its order of operations."""
+"""Training as in Caffe, with its six solvers, its learning-rate policies and its order of operations."""
 
 from .losses import loss_weight as loss_weight
 from .losses import softmax_loss as softmax_loss

@@ -177,7 +177,7 @@ def _counted(problem: Problem, candidate: Candidate, given: str, evidence: float
         detail = f"loss_fn returns a mean, not a sum: {given}"
         remedy = f'pass reduction="mean", weight={candidate.text}'
     elif problem.weight == "returned":
-        remedy = f"return {candidate.text}(microbatch) as the weight"
+        remedy = f"return ({candidate.text})(microbatch) as the weight"
     return Contradiction("weight", detail, remedy, evidence)
 
 
@@ -200,7 +200,7 @@ def _without_candidate(
     if found.kind == "divisor":
         what = (
             "no weight explains the loss: it depends on the batch size, or its divisor is not additive, such "
-            f"as a count with a lower bound (its parts would need the factors {_listed(found)})"
+            f"as a count with a lower bound (parts of a micro-batch would need the factors {_listed(found)})"
         )
         remedy = (
             "return the mean over the micro-batch; or return the undivided sum, and pass "

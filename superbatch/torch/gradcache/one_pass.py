@@ -128,8 +128,8 @@ def _refusal(path: str, buffer: Tensor, where: str) -> CoupledSamplesError:
     module, _, name = path.rpartition(".")
     return CoupledSamplesError(
         f"The forward of the module {module!r} changes the buffer {name!r} depending on the samples: its "
-        f"value after {where} differs from that after the first micro-batch, so it cannot be that of the "
-        f"whole batch. {_CHOICES}, or, if no forward reads the buffer, update it outside of encode."
+        f"value after {where} differs from that after the first micro-batch, so its value after the whole "
+        f"batch is not known. {_CHOICES}, or, if no forward reads the buffer, update it outside of encode."
     )
 
 

@@ -195,6 +195,6 @@ def check_names(kind: str, found: Any, expected: Collection[str]) -> None:
         )
     if found.keys() != set(expected):
         raise InputError(
-            f"loss_fn returned {kind} named {list(found)}, but the declared terms are {list(expected)}. "
+            f"loss_fn returned {kind} named {list(found)}, but the declared {kind} are {list(expected)}. "
             "Return the declared names for every micro-batch, or declare the others in weight=."
         )

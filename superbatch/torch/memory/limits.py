@@ -148,7 +148,7 @@ class _Mallinfo2(ctypes.Structure):
 
 def _least(limits: list[Limit], free: int) -> Limit:
     if not limits:
-        return Limit(sys.maxsize, "nothing that this system reports")
+        return Limit(sys.maxsize, "this system reports no limit")
     least = min(limits, key=lambda limit: limit.bytes)
     return Limit(max(0, least.bytes + free), least.by)
 

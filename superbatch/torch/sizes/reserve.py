@@ -140,15 +140,14 @@ def raise_if_out_of_memory(error: BaseException, *, torn: Callable[[], None] | N
     torn()
     raise OutOfMemoryError(
         f"Memory ran out inside the optimizer's step ({error}): some parameters or states have changed, and "
-        "others have not. Load a checkpoint, and leave more memory for the optimizer (foreach=False, a "
-        "smaller microbatch_size)."
+        "others have not. Load a checkpoint, and use an optimizer that needs less memory, or foreach=False."
     ) from None
 
 
 def _text(needed: str, failure: str) -> str:
     return (
         f"There is not enough memory for an update: the optimizer's state and temporary tensors need "
-        f"{needed} ({failure}). Everything is as before the window. Use an optimizer with less state, "
-        "foreach=False or fused=True, or gradients or parameters of lower precision, or free memory. A "
-        "smaller micro-batch does not help."
+        f"{needed} ({failure}). Everything is as before the window; free memory, or use an optimizer with "
+        "less state, foreach=False or fused=True, or gradients or parameters of lower precision (a smaller "
+        "micro-batch does not help)."
     )

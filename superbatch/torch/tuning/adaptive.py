@@ -69,8 +69,8 @@ def controller(
 class AdaptiveBatch:
     """Scale an optimizer's settings whenever a controller changes the batch.
 
-    A `Controller` alone does not change the learning rate, so a larger batch reduces noise like a decayed
-    rate. `AdaptiveBatch` scales the settings at each change of the batch, before the window's update.
+    A `Controller` alone does not change the learning rate: a larger batch then lowers the noise, as a decay
+    of the rate would. `AdaptiveBatch` scales the settings when the batch changes, before the window's update.
 
     Args:
         optimizer: optimizer that `rescale` scales.

@@ -45,7 +45,7 @@ def lr_survey(
     buffers, attributes and modes of the models, `.grad`, optimizer, GradScaler, random state (torch, Python,
     NumPy), and the accumulator's counters and sizes. Its schedulers and noise meter are not used. The
     position of the data is restored as far as possible: counters and generators of a loader, of its samplers
-    and datasets, the epoch of its workers, and the state of a loader with `state_dict`.
+    and datasets, the epoch of persistent workers, and the state of a loader with `state_dict`.
 
     Args:
         accumulator: the accumulator of the training, or (model, optimizer, loss_fn) to create one.
@@ -57,8 +57,8 @@ def lr_survey(
         low: first value; None for 1e-6 (SGD's rate, weight decay), 1e-7 (other rates) or 0 (momentum).
         high: last value; None for 10 (SGD's rate), 1 (other rates, weight decay) or 0.999 (momentum).
         updates: number of points.
-        accumulation_steps: for a loader of micro-batches: group this many into a window, as `windows` does. A
-            schedule counts the survey's updates from 0, and continues when the loader starts again.
+        accumulation_steps: for a loader of micro-batches: group this many into a window, as `windows` does; a
+            number, or a schedule whose update 0 is the survey's first (not reset when the loader restarts).
         progress: function to call with (points done, number of points) after each point.
 
     Returns:

@@ -119,8 +119,8 @@ def virtual_batch(
         paranoid: compare every operation with the same operation on full tensors, to find wrong rules. Slow,
             and needs the memory of the whole batch. With a BatchNorm over ranks, set it on every rank.
         compile: compile consecutive operations with Inductor, for each micro-batch size. This takes seconds
-            per group of operations, once per process, and changes the rounding (see the guide). Operations
-            that cannot be compiled run uncompiled.
+            per group of operations, once per process, and changes the rounding (see docs/coupled.md).
+            Operations that cannot be compiled run uncompiled.
         group: process group whose ranks share the batch, for models without DistributedDataParallel and
             ``fully_shard``: gradients are averaged over it. With a group every BatchNorm in training mode
             normalises over the samples of all ranks in the group; without a group, only

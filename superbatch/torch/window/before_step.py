@@ -1,6 +1,6 @@
 """Snapshot of optimizer state before a step, to distinguish a half-made step from one that changed nothing.
 
-A snapshot is taken in every window, so it stores flat lists of references and version counters, no copies.
+A snapshot is taken in every window, so for torch's optimizers without hooks it copies no tensors.
 `rollback` never guesses: it returns False unless version counters and recorded contents prove that no tensor
 was written. A half-made update is *torn*: the accumulator then refuses windows until a state is loaded.
 """
@@ -58,7 +58,7 @@ class BeforeStep:
         self._optimizers = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
         self._owned = owned
         self._all = list(dict.fromkeys((*self._stepped, *self._optimizers)))
-        self._contents: dict[int, Contents] = {}  # by the optimizer's id, if it is not torch's or has hooks
+        self._contents: dict[int, Contents] = {}  # by id, of optimizers that are not torch's or have hooks
         self._states = [_States() for _ in self._optimizers]
         self._groups: list[list[dict[str, Any]]] = []
         self._targets: list[Tensor] = []
@@ -75,11 +75,7 @@ class BeforeStep:
         self._is_torn = False
 
     def require_not_torn(self) -> None:
-        """Raise if half of an update was made and no state was loaded since.
-
-        Raises:
-            OptimizerError: the update is torn.
-        """
+        """Raise `OptimizerError` if half of an update was made and no state was loaded since."""
         if self._is_torn:
             raise OptimizerError(_TORN)
 
@@ -132,7 +128,7 @@ class BeforeStep:
     def is_unchanged(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether none of an optimizer's parameters was written to since the savepoint."""
         pairs = zip(self._owned, self._versions, strict=True)
-        # An in-place write moves the version counter, also in a foreach kernel.
+        # A write increases the version counter, except in fused kernels and foreach kernels of DTensors.
         if any(e.target._version != version for e, version in pairs if e.optimizer is optimizer):
             return False
         contents = self._contents.get(id(optimizer))
@@ -180,7 +176,7 @@ class BeforeStep:
         try:
             if not self._rollback_states():
                 return False
-            # All are compared before one is changed: a partial rollback would be a third state.
+            # All are compared before one is restored.
             if not all(contents.is_unchanged() for contents in self._contents.values()):
                 return False
             for contents in self._contents.values():
@@ -209,7 +205,7 @@ class BeforeStep:
         return True
 
     def _versions_prove_unchanged(self) -> bool:
-        """Return True if unchanged version counters prove that no parameter and no group has changed."""
+        """Return True if version counters prove that no parameter was written, and no group was added."""
         if any(states.is_opaque for states in self._states):
             return False
         # If only hooks have run, `_contents` compares bits, so versions need not show every write.
@@ -270,16 +266,11 @@ class _States:
         self._plain_values: list[Any] = []
 
     def record(self, state: Mapping[Any, Any]) -> None:
-        """Take the snapshot.
-
-        Args:
-            state: the ``state`` of an optimizer, by parameter.
-        """
+        """Take the snapshot of the ``state`` of an optimizer, by parameter."""
         states = list(state.values())
         self._keys = list(state)
         self._versions = []
-        # Flat empty lists cost nothing, and SGD without momentum takes this path in every window.
-        if not states:  # before the first step, and of SGD without momentum
+        if not states:  # before the first step, and in every window of SGD without momentum
             self._names, self._are_tensors, self._references, self._plain_values = [], [], [], []
             self.is_opaque = False
             return

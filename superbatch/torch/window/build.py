@@ -234,11 +234,7 @@ def _check(loss_fn: object, given: Options) -> None:
 
 
 def _participants(given: Sequence[Any]) -> _Participants:
-    """Return the option `participants`, sorted by kind.
-
-    Raises:
-        InputError: an object is no participant, or several handle BatchNorm.
-    """
+    """Return the option `participants`, sorted by kind; raise `InputError` if it is not valid."""
     by_kind: dict[type, list[Any]] = {
         kind: [each for each in given if isinstance(each, kind)] for kind in _KINDS
     }
@@ -310,11 +306,7 @@ def _sizing_of(
 
 
 def _handled(batchnorms: dict[str, _BatchNorm], participants: _Participants) -> dict[str, _BatchNorm]:
-    """Return the BatchNorms that a participant handles.
-
-    Raises:
-        InputError: a module of a participant contains no BatchNorm of the models.
-    """
+    """Return the BatchNorms that a participant handles; raise `InputError` for a module without BatchNorm."""
     if participants.batchnorm == "error":
         return {}
     # FrozenBatchNorm() without modules means all of them.

@@ -30,7 +30,6 @@ from .update_rule import UpdateRule
 NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
 
 
-# Frozen, because all windows share it, and the engine reads it before, during and after each window.
 @dataclass(frozen=True)
 class Config:
     """The checked options of an accumulator, and objects that its windows share.
@@ -53,7 +52,7 @@ class Config:
         before_step: snapshot of the optimizers before their step.
         until_next: gradients of the last window, whose memory the next one uses: `update_rule.zero_grad`.
         noise: measures how noisy the gradient is; None: it is not measured.
-        whole: True if the loss is computed on the whole batch at once (see `coupled_work`).
+        whole: True if `loss_fn` is called once, with the whole batch (see `coupled_work`).
         masters: parameter -> float32 copy that the optimizer updates instead.
         backward: the backward function of another library; None: autograd's.
         earlier: gradients in ``.grad`` before the window, to which the window's is added (`Gradient`); None

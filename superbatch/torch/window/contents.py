@@ -54,15 +54,14 @@ class Contents:
         self._before = self._read()
 
     def restore_numbers(self) -> None:
-        """Restore numbers and strings among the optimizer's own attributes."""
+        """Restore numbers and strings among the optimizer's own attributes, and delete new ones."""
         own = vars(self._optimizer)
-        # Attributes that the step has added are deleted.
         for name in [name for name in own if name not in self._numbers and isinstance(own[name], PLAIN)]:
             del own[name]
         own.update(self._numbers)
 
     def is_unchanged(self) -> bool:
-        """Return whether nothing except these numbers has changed; False also if an object cannot be read."""
+        """Return whether all recorded contents are unchanged; False also if an object cannot be read."""
         before, now = self._before, self._read()
         # Unreadable objects count as changed: the caller then refuses further updates, which is safe.
         if before is None or now is None or not (before.is_known and now.is_known):

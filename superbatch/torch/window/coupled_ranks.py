@@ -27,13 +27,7 @@ from .sync.sync import Sync
 
 
 def positive_weight(weight: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a weight function that raises for 0, because other ranks wait for this rank's forward.
-
-    Args:
-        weight: function from a batch to its weight.
-
-    Raises:
-        InputError: raised by the returned function if the weight is 0.
+    """Return a weight function that raises `InputError` for 0: other ranks wait for this rank's forward.
 
     Examples:
         >>> positive_weight(len)([1, 2])
@@ -142,8 +136,8 @@ def require_every_rank(virtual: VirtualBatch, weight: float, *, declared: bool) 
         where = f" in {point.module!r}" if point.module else ""
         raise CoupledSamplesError(
             f"{point.operation}{where} couples the samples of this rank without those of the other ranks, so "
-            "the loss is not that of the whole batch. Gather embeddings in loss_fn by "
-            "torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
+            "the loss is not that of the whole batch. Gather embeddings in loss_fn by all_gather, or sum "
+            "statistics by all_reduce, both of torch.distributed.nn.functional."
         )
     return CountAndWeight(count, weight)
 
@@ -155,17 +149,12 @@ def _warn_of_unknown(points: Sequence[CouplingPoint]) -> None:
         warn(
             f"There is no rule for {', '.join(names)}, so it cannot be checked whether the loss couples the "
             "samples of this rank without those of the other ranks. If it does, gather embeddings in loss_fn "
-            "by torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
+            "by all_gather, or sum statistics by all_reduce, both of torch.distributed.nn.functional."
         )
 
 
 def is_answered(error: Exception | None, virtual: VirtualBatch | None) -> bool:
-    """Return whether this rank can still exchange with the others, which may wait inside the virtual batch.
-
-    Args:
-        error: the error of this rank, or None.
-        virtual: the batch of this rank; None if there is none.
-    """
+    """Return whether this rank can still exchange with others, which may wait inside the virtual batch."""
     return error is None or (
         virtual is not None and (virtual.ranks.peer_failed or virtual.ranks.peers_released)
     )
@@ -175,12 +164,6 @@ def failure_of_any(
     error: Exception | None, virtual: VirtualBatch | None, parts: CountAndWeight, sync: Sync
 ) -> Failure | None:
     """Return the failure if memory ran out on any rank; None if no rank has failed.
-
-    Args:
-        error: the error of this rank, or None.
-        virtual: the batch of this rank; None if there is none.
-        parts: count and weight of this rank's loss.
-        sync: the ranks.
 
     Raises:
         Exception: the error of this rank, if it is not out of memory.
@@ -206,7 +189,7 @@ def failure_of_any(
     if squares[0] and not CountAndWeight.proportional(squares):
         raise CoupledSamplesError(
             f"loss_fn divides by a count over this rank's samples ({parts.counted:g}), but this rank has the "
-            f"weight {parts.weight:g}, and over the ranks weights are not proportional to counts. Pass the "
+            f"weight {parts.weight:g}, and the ranks' weights are not proportional to their counts. Pass the "
             'count as weight=, such as weight=count_tokens("labels").'
         )
     return None

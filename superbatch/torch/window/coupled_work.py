@@ -51,7 +51,7 @@ Rng = Literal["microbatch", "batch"]
 
 
 class Coupled:
-    """The `Work` of a window whose loss is computed on the whole batch, a micro-batch at a time.
+    """The `Work` of a window that calls the loss once, on a virtual batch computed in micro-batches.
 
     Args:
         config: the accumulator's.
@@ -137,9 +137,6 @@ class Coupled:
     def run(self, window: OpenWindow[Any]) -> None:
         """Compute the gradient; if memory runs out, again in smaller micro-batches.
 
-        Args:
-            window: an open window of one micro-batch.
-
         Raises:
             OutOfMemoryError: a single sample at a time does not fit.
         """
@@ -195,7 +192,7 @@ class Coupled:
                 begun.append(virtual)
                 value = self._backward(window, virtual, batch, gradients.inputs)
         finally:  # after a failure too: `_smaller` needs the report
-            restore_views()  # an interrupt between two lines of torch's own context leaves it changed
+            restore_views()  # an interrupt inside torch's own context would leave the setting changed
             self.report = begun[0].report() if begun else None
         if self._is_unsplit:  # the update is exact, but took the memory of the whole batch
             self.report = replace(begun[0].report(), microbatches=1)
@@ -226,7 +223,6 @@ class Coupled:
         return loss.detach()
 
     def _options(self, models: list[nn.Module]) -> Options:
-        """Return the options of the virtual batch of a window."""
         sync, device = self._config.sync, self._config.device
         where = checked_device(device, (parameter for each in models for parameter in each.parameters()))
         return Options(
@@ -269,11 +265,7 @@ class Coupled:
             )
 
     def _smaller(self, transaction: Transaction, failure: str) -> tuple[int, int]:
-        """Return the number of samples at a time that did not fit, and the number to try next.
-
-        Raises:
-            OutOfMemoryError: a single sample did not fit.
-        """
+        """Return the size that did not fit and the next to try; raise `OutOfMemoryError` after one sample."""
         samples = sum(transaction.progress.microbatches.samples or ())
         # virtual_batch chooses the size; if memory ran out before it had, the size was the whole batch.
         if self._current_size == "auto":
@@ -292,11 +284,7 @@ class Coupled:
 
 
 def _samples_of(batch: Any) -> int:
-    """Count the samples of a batch whose tensors have one row per sample.
-
-    Raises:
-        SplitError: a tensor has another number of rows, or there are no tensors.
-    """
+    """Count the samples of a batch; raise `SplitError` unless it has tensors, with one row per sample."""
     try:
         samples = count_samples(batch)
     except SplitError as error:
@@ -343,11 +331,7 @@ def _has_targets(batch: Any) -> bool:
 
 
 def _checked(returned: Any) -> Tensor:
-    """Return the value of a loss function if it is a tensor of one element with a graph.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Return a loss if it is a tensor of one element with a graph, else raise `InputError`."""
     if not isinstance(returned, Tensor):
         raise without_tensor(returned, weighted=False)
     # numel, not dim: a loss of shape [1] is one loss.
@@ -365,9 +349,8 @@ _ROWS = (
     "from its closure"
 )
 _UNSPLIT = (
-    "loss_fn does not use the tensors of the batch that it gets, but tensors from its closure, or copies. So "
-    "the whole batch was computed at once, without micro-batches. Compute the loss from the tensors of the "
-    "argument of loss_fn."
+    "loss_fn uses copies of the batch's tensors, or tensors from its closure, so the whole batch was "
+    "computed at once, without micro-batches. Compute the loss from the tensors of the argument of loss_fn."
 )
 
 

@@ -14,10 +14,7 @@ def keep_or_drop(window: Transaction, index: int, *, again: bool) -> None:
     Args:
         window: transaction of a window with ``nonfinite="skip_microbatch"``.
         index: index of the micro-batch.
-        again: whether it had a backward before.
-
-    Raises:
-        WindowError: it had a backward before.
+        again: whether it had a backward before, which raises `WindowError`.
     """
     gradients, progress = window.gradients, window.progress
     assert isinstance(gradients, BufferGradientSum)
@@ -36,6 +33,5 @@ def keep_or_drop(window: Transaction, index: int, *, again: bool) -> None:
     if finite:
         gradients.keep()
         return
-    # Rolls back gradient, statistics and forward state, but not the random state.
     window.drop()
     progress.dropped.append(index)

@@ -164,11 +164,7 @@ class Ending:
         run_all(*self._after_step, partial(clear, config.owned), *scale, *window.commits())
 
     def _agree(self) -> None:
-        """Wait until all ranks that share the window are ready for the update.
-
-        Raises:
-            RankError: another rank has failed; no rank makes the update.
-        """
+        """Wait until all ranks are ready for the update; raise `RankError` if another one has failed."""
         self._window.config.sync.vote(raised=False)
         self.is_agreed = True
 

@@ -55,8 +55,7 @@ class Engine:
         slips: warns of common mistakes with schedulers and sizes.
 
     Attributes:
-        config: configuration of the windows.
-        work: cuts batches into micro-batches and runs the loss on them.
+        config, work: the arguments.
         updates: number of windows that ended with an update, or with a gradient.
         checked: True once a window has ended with an update or a gradient. Until then every window is checked
             as a first window.
@@ -92,14 +91,7 @@ class Engine:
         return None if self.config.noise is None else self.config.noise.meter.estimate()
 
     def update(self, batch: Any) -> Update:
-        """Open a window over a batch, run the loss on it, and end the window.
-
-        Args:
-            batch: a batch, or a `Window` of micro-batches.
-
-        Raises:
-            SuperbatchError: see `Accumulator.__call__`.
-        """
+        """Open a window over a batch, run the loss on it, and end the window; see `Accumulator.__call__`."""
         window = self._open(batch, at_once=True)
         try:
             with window:
@@ -110,14 +102,7 @@ class Engine:
         return self.work.record(window)
 
     def open(self, batch: Any) -> OpenWindow[Any]:
-        """Return a window over a batch, checked if it is the first one.
-
-        Args:
-            batch: a batch, or a `Window` of micro-batches.
-
-        Raises:
-            SuperbatchError: see `Accumulator.window`.
-        """
+        """Return a window over a batch; the first one is preceded by the check of the loss."""
         return self._open(batch, at_once=False)
 
     def _open(self, batch: Any, *, at_once: bool) -> OpenWindow[Any]:

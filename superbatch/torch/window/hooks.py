@@ -43,7 +43,6 @@ class _HooksThenCall:
         self._hooks, self._call = hooks, call
 
     def values(self) -> Iterator[Any]:
-        """Yield the hooks, then the call."""
         yield from self._hooks.values()
         yield self._call
 

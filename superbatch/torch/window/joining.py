@@ -31,7 +31,6 @@ def joined(microbatches: Sequence[Any]) -> Any:
         >>> joined([{"x": torch.ones(2, 3), "rate": 0.1}, {"x": torch.ones(1, 3), "rate": 0.1}])["x"].shape
         torch.Size([3, 3])
     """
-    # The object itself, without a copy.
     if len(microbatches) == 1:
         return microbatches[0]
     counts = [count_samples(microbatch) for microbatch in microbatches]

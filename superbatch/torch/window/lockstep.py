@@ -40,9 +40,6 @@ _MOST_TRIED = 4  # micro-batches that a failed rank tries to run a forward of
 def work_in_lockstep(window: OpenWindow) -> None:
     """Run `loss_fn` on all micro-batches of a window; every rank runs the same number of turns.
 
-    Args:
-        window: a window that is open on every rank.
-
     Raises:
         OutOfMemoryError: a single sample does not fit on some rank, or micro-batches cannot be cut smaller.
         RankError: another rank has failed.
@@ -278,12 +275,7 @@ def find_turn(window: Transaction, backward: Callable[[int], None]) -> int | Non
 
 
 def bad_parameter(window: Transaction, gradients: list[Tensor | None]) -> str | None:
-    """Return the name of the first parameter with a non-finite gradient element on any rank; None if none.
-
-    Args:
-        window: the transaction of the window.
-        gradients: this rank's shards of the gradients.
-    """
+    """Return the name of the first parameter with a non-finite gradient element on any rank; None if none."""
     config = window.config
     # Gathered, because only the shard of another rank may be non-finite.
     names = config.sync.gather(first_bad_parameter(config.owned, gradients))

@@ -23,7 +23,7 @@ from . import misuse
 from .joining import joined
 from .sync.sync import Sync
 
-# While the size is unknown, the check of the declared loss uses at most FEW micro-batches of FEW samples.
+# While the size is unknown, `to_check` returns about FEW micro-batches of at most FEW samples.
 FEW = 8
 _MOST_SPREAD = 4
 
@@ -161,10 +161,9 @@ class MicrobatchList:
         return [self._order[number] for number in numbers] if ordered and self._order else numbers
 
     def split(self, index: int, most: int) -> int:
-        """Cut one micro-batch into near-equal ones of at most `most` samples; return their number.
+        """Cut a micro-batch into near-equal ones of `most` samples or fewer, or raise `SplitError`.
 
-        Raises:
-            SplitError: it cannot be cut.
+        Returns their number.
         """
         planned = plan_of(self.microbatches[index], **self.paths)
         # Near-equal, because a last micro-batch of one sample would waste a pass.
@@ -286,11 +285,7 @@ def split_batch(
 
 
 def cut_large(microbatches: MicrobatchList, start: int, most: int) -> None:
-    """Cut each micro-batch from index `start` on that has more than `most` samples.
-
-    Raises:
-        SplitError: one of them cannot be cut.
-    """
+    """Cut each micro-batch from index `start` on that has more than `most` samples, or raise `SplitError`."""
     assert microbatches.samples is not None
     # From the back, so that indices in front of a cut stay valid.
     for index in range(len(microbatches) - 1, start - 1, -1):
@@ -359,7 +354,7 @@ def microbatches_of(
 def _length_of_tensors(batch: Any) -> int:
     """Return the number of samples of a tuple, list or dict of equally long tensors; 0 for any other batch.
 
-    This shortcut takes a tenth of the time of the general walk, which is 1 % of a tiny model's window.
+    The general walk takes 1 % of the window of a tiny model, and this shortcut a tenth of that.
     """
     kind = type(batch)
     if not (kind is tuple or kind is list or (kind is dict and OFFSETS.isdisjoint(batch))):

@@ -33,9 +33,8 @@ def finite_norm(gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
         (inf, False)
     """
     elements = elements_of(gradients)
-    if all(
-        map(attrgetter("is_cpu"), elements)
-    ):  # on the CPU floats are faster than three operations on tensors
+    # On the CPU floats are faster than three operations on tensors.
+    if all(map(attrgetter("is_cpu"), elements)):
         value = math.hypot(*map(float, _norms(elements)))
     else:
         value = float(_joint(_norms(elements)))

@@ -277,12 +277,8 @@ class OpenWindow(Generic[T]):
     def _recover(self, raised: BaseException, *, block_ended: bool) -> None:
         """After an error at the end of the window, restore everything, or finish the update if it was made.
 
-        Args:
-            raised: the error.
-            block_ended: whether the user's block ended without an error.
-
         Raises:
-            OutOfMemoryError, OptimizerError: in place of `raised`, with an explanation.
+            OutOfMemoryError, OptimizerError: in place of `raised`, if the user's block had no error.
         """
         self.transaction.modes.recover(raised)
         if self._ending.is_final:
@@ -352,7 +348,7 @@ class OpenWindow(Generic[T]):
         progress.others_may_wait = False
 
     def _extra_turns(self) -> Generator[Any, None, None]:
-        """Yield micro-batch 0, or its stand-in, with weight 0, until all ranks have run as many turns."""
+        """Yield micro-batch 0, or the stand-in, with weight 0, until all ranks have run the same number."""
         config, progress = self._config, self._progress
         written = config.state.new_keeper()  # restores the buffers that these extra forwards write to
         while (left := progress.microbatches.extra_turns - progress.extra_turns_done) > 0:

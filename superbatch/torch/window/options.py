@@ -52,10 +52,7 @@ def check_types(loss_fn: object, microbatch_size: object, gradient_sum: object) 
 
 
 def check_split(split: object) -> None:
-    """Check the option `split`.
-
-    Raises:
-        InputError: it is not a `Split`.
+    """Raise `InputError` if the option `split` is not a `Split`.
 
     Examples:
         >>> check_split(Split(unsplit=["anchors"]))
@@ -65,10 +62,7 @@ def check_split(split: object) -> None:
 
 
 def check_lists(**given: object) -> None:
-    """Check options that are lists of objects.
-
-    Raises:
-        InputError: one of them is not a list.
+    """Raise `InputError` if an option that must be a list is not one.
 
     Examples:
         >>> check_lists(participants=[])
@@ -94,10 +88,7 @@ def is_size(microbatch_size: object) -> bool:
 def check_auto(
     mode: str, loss_fn: Callable[[Any], Any] | None, batchnorm: str | None
 ) -> Callable[[Any], Any]:
-    """Check that sizes can be searched, and return the loss to try them with.
-
-    Raises:
-        InputError: there is no loss, or the update depends on the size.
+    """Return the loss to try sizes with; raise `InputError` if there is none or the update depends on sizes.
 
     Examples:
         >>> check_auto("auto", len, None)
@@ -146,10 +137,7 @@ def as_device(device: object, owned: list[ManagedParameter]) -> torch.device | N
 
 
 def as_schedulers(scheduler: Any) -> tuple[Any, ...]:
-    """Return one or several schedulers as a tuple.
-
-    Raises:
-        InputError: one of them cannot be stepped.
+    """Return one or several schedulers as a tuple; raise `InputError` if one cannot be stepped.
 
     Examples:
         >>> as_schedulers(None)
@@ -169,10 +157,7 @@ def as_schedulers(scheduler: Any) -> tuple[Any, ...]:
 
 
 def check_scaler(scaler: Any) -> Any:
-    """Return the scaler if it has the methods of a `torch.amp.GradScaler`.
-
-    Raises:
-        InputError: a method is missing.
+    """Return the scaler if it is None or has the methods of a `GradScaler`, else raise `InputError`.
 
     Examples:
         >>> check_scaler(None)
@@ -189,10 +174,7 @@ def check_scaler(scaler: Any) -> Any:
 
 
 def check_bool(value: object, name: str) -> bool:
-    """Return the value if it is a bool.
-
-    Raises:
-        InputError: it is not a bool.
+    """Return the value if it is a bool, else raise `InputError`.
 
     Examples:
         >>> check_bool(value=True, name="check")
@@ -204,15 +186,12 @@ def check_bool(value: object, name: str) -> bool:
 
 
 def check_callable(value: Any, name: str, wanted: str) -> Any:
-    """Return the value if it is a function or None.
+    """Return the value if it is a function or None, else raise `InputError`.
 
     Args:
         value: value of the option.
         name: name of the option.
         wanted: description of a valid value, for the error.
-
-    Raises:
-        InputError: the value is not a function and not None.
 
     Examples:
         >>> check_callable(len, "clip", "a function of the gradients")
@@ -229,10 +208,7 @@ def _is_window(state: object) -> bool:
 
 
 def check_state(state: object) -> Mapping[str, Any]:
-    """Return a saved state if `Accumulator.state_dict` may have returned it.
-
-    Raises:
-        InputError: it has another structure or version.
+    """Return a saved state if `Accumulator.state_dict` may have returned it, else raise `InputError`.
 
     Examples:
         >>> check_state({"version": 1, "updates": 3, "window": None})["updates"]

@@ -24,9 +24,6 @@ class ModelStructure:
 
     A comparison by identity costs about 0.1 us per module, so it is made in every window.
 
-    Args:
-        models: the accumulator's.
-
     Examples:
         >>> layer = nn.Linear(1, 1)
         >>> structure = ModelStructure([layer])
@@ -90,7 +87,6 @@ class ModelStructure:
         self._recorded = self._identities()
 
     def _identities(self) -> list[int]:
-        """Return the ids of all objects in the tables."""
         return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
 
@@ -135,7 +131,6 @@ class OwnedParameters:
             InputError: a parameter was replaced by one that no optimizer updates.
             OptimizerError: a parameter was added and no optimizer updates it, or `own_parameters` raises.
         """
-        # 0.1 ms for 1,000 modules.
         changed = self._structure.changed()
         if changed:
             updated = set(self._targets())
@@ -232,11 +227,7 @@ class ModelParameters:
         self._read()
 
     def refresh(self) -> None:
-        """Read the models again if a parameter was frozen, unfrozen, added or replaced.
-
-        Raises:
-            InputError: no parameter is trainable.
-        """
+        """Read the models again if a parameter has changed; raise `InputError` if none is trainable."""
         changed = self._structure.changed()
         if changed:
             # Without an optimizer there are no parameters that it could still update.

@@ -60,7 +60,7 @@ class Participant(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the merged, validated mapping of all participants. May be called a second time."""
+        """Resume from the mapping of all participants; a user's gets its own state. May be called twice."""
         ...
 
 

@@ -46,9 +46,6 @@ class OpenWindow(Protocol):
 def work_through(window: OpenWindow) -> None:
     """Run `loss_fn` on all micro-batches of a window, in smaller ones if memory runs out.
 
-    Args:
-        window: the open window.
-
     Raises:
         OutOfMemoryError: a single sample does not fit, or micro-batches cannot be cut smaller.
     """
@@ -64,11 +61,7 @@ def work_through(window: OpenWindow) -> None:
 
 
 def backward_of(window: OpenWindow) -> Callable[[Any], None]:
-    """Return a function that runs forward and backward of a micro-batch.
-
-    Args:
-        window: the open window.
-    """
+    """Return a function that runs forward and backward of a micro-batch."""
     config = window.transaction.config
     loss_fn, read = config.loss_fn, config.declared.arguments
     assert loss_fn is not None
@@ -84,7 +77,6 @@ def _until_failure(window: OpenWindow, run_microbatch: Callable[[Any], None]) ->
         for microbatch in window:
             run_microbatch(microbatch)
     except BaseException as error:
-        # Smaller micro-batches help only if memory ran out.
         if not out_of_memory(error):
             raise
         # The frames of the traceback hold the micro-batch and its activations.
@@ -109,7 +101,6 @@ def _continue_smaller(window: Transaction, index: int, failure: str) -> None:
         give_up(window, index, samples, failure)
     # rollback() returns False if a gradient has arrived, or if changed state has no copy.
     restarts = not window.rollback()
-    # A micro-batch that runs again must not have been changed in place.
     require_inputs(progress, 0 if restarts else index, index, failure)
     if restarts:
         require_restorable(window, f"running out of memory in micro-batch {index} ({failure})")
@@ -202,16 +193,13 @@ _DO = "Make the samples smaller, use gradient checkpointing or a lower precision
 
 
 def give_up(window: Transaction, index: int, samples: int | None, failure: str) -> NoReturn:
-    """Raise the error for a micro-batch that does not fit and cannot be cut.
+    """Raise `OutOfMemoryError` for a micro-batch that does not fit and cannot be cut.
 
     Args:
         window: transaction of the open window.
         index: index of the micro-batch.
         samples: number of its samples; None if they cannot be counted.
         failure: text of the allocator's error.
-
-    Raises:
-        OutOfMemoryError: always.
     """
     # Only the first reason that applies names a remedy that helps.
     # A GhostBatchNorm normalises over the micro-batch, so its size must not change.
@@ -225,7 +213,7 @@ def give_up(window: Transaction, index: int, samples: int | None, failure: str) 
         wrong, do = "a micro-batch of one sample cannot be cut", _DO
     held = _bytes_of_state(window)
     raise OutOfMemoryError(
-        f"Memory ran out in micro-batch {index} of {'some' if samples is None else samples} samples "
+        f"Memory ran out in micro-batch {index}{'' if samples is None else f' of {samples} samples'} "
         f"({failure}) beside {held / 2**20:.1f} MiB of parameters and gradients, and {wrong}; no update "
         f"was made, and everything is as before the window. {do}."
     )

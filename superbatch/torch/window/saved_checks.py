@@ -41,9 +41,6 @@ class Expected:
 def check_structure(state: Mapping[str, Any]) -> None:
     """Check the type of each value of a saved window.
 
-    Args:
-        state: state of a window, with all its keys.
-
     Raises:
         InputError: a value has a wrong type, or a value that no window can have; the error names its key.
 

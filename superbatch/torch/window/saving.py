@@ -30,11 +30,7 @@ def state_of(window: Transaction) -> dict[str, Any]:
 
 
 def check_state(window: Transaction, state: dict[str, Any]) -> None:
-    """Check that a saved window can be resumed in this one.
-
-    Raises:
-        WindowError: it has another batch, other parameters, or another kind of gradient sum.
-    """
+    """Raise `WindowError` if a saved window has another batch, other parameters or other options."""
     config = window.config
     expected = saved_checks.Expected(
         len(window.progress.microbatches),

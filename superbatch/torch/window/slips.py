@@ -86,9 +86,6 @@ def name_unknown_options(init: Callable[P, None]) -> Callable[P, None]:
 def check_loss_fn(loss_fn: object) -> None:
     """Check that a loss function can be called with one micro-batch.
 
-    Args:
-        loss_fn: a callable, or None.
-
     Raises:
         InputError: it needs another number of arguments, for example because it is a loss module of torch.
 
@@ -131,13 +128,7 @@ def _required_arguments(function: Any) -> int | None:
 
 
 def refuse_no_batch(batch: object) -> None:
-    """Check that a batch is not an object that yields batches.
-
-    Args:
-        batch: the argument of the accumulator.
-
-    Raises:
-        InputError: `batch` is a loader, a dataset or an iterator.
+    """Raise `InputError` if a batch is a loader, a dataset or an iterator.
 
     Examples:
         >>> refuse_no_batch({"x": [1, 2]})

@@ -150,11 +150,7 @@ class Transaction:
         self._unsynchronised = self.config.sync.no_sync()
 
     def restore(self) -> None:
-        """Restore the state before the window, in every participant even if one raises.
-
-        Raises:
-            BaseException: an error of a participant, as `run_all` raises it.
-        """
+        """Restore the state before the window, in every participant even if one raises; see `run_all`."""
         run_all(
             self._unsynchronised.close,
             *(participant.restore for participant in reversed(self._participants[: self._begun])),
@@ -233,6 +229,5 @@ def _with_memory(step: Callable[[], Any]) -> None:
     except BaseException as error:
         if not out_of_memory(error):
             raise
-        # Free cached blocks, then try once more.
         release_caches()
         step()

@@ -42,11 +42,7 @@ def to_device(microbatch: Any, device: torch.device | None) -> Any:
 
 
 class SideStream:
-    """A CUDA stream for copies that overlap with the computation; other devices copy in the usual way.
-
-    Args:
-        device: the device to copy to.
-    """
+    """A CUDA stream for copies that overlap with the computation; other devices copy in the usual way."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -136,12 +132,7 @@ class Transfer:
         self._launched: Any = None  # event after the work on the last micro-batch
 
     def take(self, microbatches: Sequence[Any], index: int) -> Any:
-        """Return a micro-batch on the device.
-
-        Args:
-            microbatches: the micro-batches, on the host.
-            index: index of the micro-batch to return.
-        """
+        """Return micro-batch `index` on the device; `microbatches` are on the host."""
         device = self._device
         if device is None:
             return microbatches[index]
@@ -155,12 +146,7 @@ class Transfer:
         return copy
 
     def launched(self, microbatches: Sequence[Any], index: int) -> None:
-        """Begin to copy the next micro-batch, after the work on this one was launched.
-
-        Args:
-            microbatches: as for `take`.
-            index: index of the micro-batch whose work was launched.
-        """
+        """Begin to copy the next micro-batch, after the work on micro-batch `index` was launched."""
         device = self._device
         if device is None or device.type == "cpu" or index + 1 >= len(microbatches):
             return

@@ -286,7 +286,6 @@ class OptimizerSteps:
             self._scaler_update.run()
 
     def _all_steps(self) -> list[Once]:
-        """Return the steps of the optimizers and of the scaler."""
         return self._steps if self._scaler_update is None else [*self._steps, self._scaler_update]
 
     def _any_stepped(self, skipped: list[torch.optim.Optimizer]) -> bool:

@@ -19,10 +19,7 @@ from .wrapped_models import pipelined
 
 
 def as_models(model: object) -> tuple[nn.Module, ...]:
-    """Return one or several models as a tuple.
-
-    Raises:
-        InputError: `model` is not a module and not a non-empty list of modules.
+    """Return one or several models as a tuple; raise `InputError` for none, and for other objects.
 
     Examples:
         >>> len(as_models([nn.Linear(1, 1), nn.Linear(1, 1)]))
@@ -43,10 +40,7 @@ def as_models(model: object) -> tuple[nn.Module, ...]:
 
 
 def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
-    """Return one or several optimizers as a tuple, if each can be stepped once per window.
-
-    Raises:
-        OptimizerError: `optimizer` is not a torch optimizer, or its step needs a closure (LBFGS).
+    """Return one or several optimizers as a tuple; raise `OptimizerError` for LBFGS and for other objects.
 
     Examples:
         >>> as_optimizers(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))[0].defaults["lr"]
@@ -160,9 +154,6 @@ class BackwardWatch:
 
     A hook may step an optimizer inside the backward, so that an update is made before the sum is complete.
     Parameters are copied only if one of them has hooks, so an ordinary model has no cost.
-
-    Args:
-        owned: the parameters.
     """
 
     def __init__(self, owned: list[ManagedParameter]) -> None:
@@ -174,11 +165,7 @@ class BackwardWatch:
         self._watched = [(entry, entry.parameter.detach().clone()) for entry in owned] if hooked else []
 
     def check(self) -> None:
-        """Raise if a backward has changed a parameter, after restoring all parameters.
-
-        Raises:
-            OptimizerError: a parameter was changed; the error names it.
-        """
+        """Restore all parameters and raise `OptimizerError` if a backward has changed one of them."""
         # By value, because a write through `.data` does not increase the version counter.
         changed = [entry.name for entry, before in self._watched if not torch.equal(entry.parameter, before)]
         if changed:
@@ -219,10 +206,7 @@ class BackwardWatch:
 
 
 def check_positive(value: object, name: str) -> float | None:
-    """Return a positive number as a float, or None.
-
-    Raises:
-        InputError: the value is not a positive number and not None.
+    """Return a positive number as a float, or None; raise `InputError` for any other value.
 
     Examples:
         >>> check_positive(1, "max_grad_norm")
@@ -236,10 +220,7 @@ def check_positive(value: object, name: str) -> float | None:
 
 
 def check_choice(value: object, name: str, choices: Any) -> Any:
-    """Return a value if it is one of the choices of a Literal type.
-
-    Raises:
-        InputError: it is not; the error lists the choices.
+    """Return a value if it is one of the choices of a Literal type, else raise `InputError` with the list.
 
     Examples:
         >>> from typing import Literal
@@ -323,11 +304,7 @@ def names_of(models: Iterable[nn.Module]) -> dict[Tensor, str]:
 def _parameters_by_target(
     names: Mapping[Tensor, str], masters: Mapping[Tensor, Tensor]
 ) -> dict[Tensor, Tensor]:
-    """Return the mapping master -> parameter, after checking it.
-
-    Raises:
-        InputError: a key is no parameter of the models, or a master has another shape or a narrower dtype.
-    """
+    """Return the mapping master -> parameter; raise `InputError` for an entry that does not fit."""
     for parameter, master in masters.items():
         # A frozen parameter may have a master, because it may be unfrozen later.
         known = parameter in names or (isinstance(parameter, Tensor) and not parameter.requires_grad)

@@ -105,11 +105,7 @@ class ByMicrobatch:
         return self._config.loss_fn is not None
 
     def require_allowed(self) -> None:
-        """Raise if a BatchNorm would normalise each micro-batch by itself.
-
-        Raises:
-            CoupledSamplesError: a BatchNorm is in training mode.
-        """
+        """Raise `CoupledSamplesError` if a BatchNorm would normalise each micro-batch by itself."""
         if self._batchnorms:
             norms.refuse(self._batchnorms)
 
@@ -159,13 +155,7 @@ class ByMicrobatch:
 
 
 def weights_of(config: Config, microbatches: list[Any], samples: list[int] | None) -> WindowWeights:
-    """Return the weights of a window's micro-batches.
-
-    Args:
-        config: the accumulator's.
-        microbatches: the micro-batches, on the host.
-        samples: number of samples of each; None if unknown.
-    """
+    """Return the weights of a window's micro-batches; `samples` is None if they cannot be counted."""
     declared = config.declared
     if declared.terms:
         return TermWeights(

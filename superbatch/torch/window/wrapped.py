@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-# Attributes that are not searched for inner optimizers: long as the list of parameters, or only hooks.
+# Attributes that are not searched for inner optimizers: they have an entry per parameter, or only hooks.
 _OF_EACH = {
     "state",
     "param_groups",
@@ -31,9 +31,6 @@ def leaves_of(optimizer: Optimizer) -> list[Optimizer]:
 
     Optimizers of Accelerate, Lightning and Fabric wrap one optimizer of the same parameters.
     ZeroRedundancyOptimizer wraps one of this rank's share of the parameters.
-
-    Args:
-        optimizer: any optimizer.
 
     Returns:
         The innermost optimizers in its attributes that update some of its parameters; the optimizer itself if
@@ -87,9 +84,6 @@ class WatchedStep:
         optimizer: the optimizer.
         step: makes the step, and does nothing in further calls.
         always: watch also an optimizer that wraps nothing, because `step` (a scaler's) may skip it.
-
-    Attributes:
-        optimizer: the optimizer.
 
     Examples:
         >>> import torch

@@ -16,9 +16,6 @@ INSTEAD = "or wrap the model in DistributedDataParallel"
 def sharded_part(models: Iterable[nn.Module]) -> str | None:
     """Return a clause that names the first sharded module or parameter; None if nothing is sharded.
 
-    Args:
-        models: the accumulator's.
-
     Raises:
         InputError: the gradients of a module cannot be accumulated, because it is a FullyShardedDataParallel
             (FSDP1) or a stage of a pipeline.
@@ -62,13 +59,7 @@ def pipelined(model: object) -> InputError:
 
 
 def refuse_comm_hooks(wrappers: Iterable[DistributedDataParallel]) -> None:
-    """Raise for DDP wrappers with communication hooks, because a window would not call the hooks.
-
-    Args:
-        wrappers: the models' DDP wrappers.
-
-    Raises:
-        InputError: a wrapper has a communication hook.
+    """Raise `InputError` for DDP wrappers with communication hooks, which a window would not call.
 
     Examples:
         >>> refuse_comm_hooks([])
@@ -85,13 +76,7 @@ def refuse_comm_hooks(wrappers: Iterable[DistributedDataParallel]) -> None:
 
 
 def refuse_static_graphs(wrappers: Iterable[DistributedDataParallel]) -> None:
-    """Raise for DDP wrappers with ``static_graph=True``.
-
-    Args:
-        wrappers: the models' DDP wrappers.
-
-    Raises:
-        InputError: a wrapper has static_graph=True: a second backward under no_sync() would fail.
+    """Raise `InputError` for a DDP wrapper with ``static_graph=True``: a second backward would fail.
 
     Examples:
         >>> refuse_static_graphs([])

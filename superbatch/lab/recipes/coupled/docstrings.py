@@ -53,7 +53,7 @@ def library(data: str | Path | None) -> Path:
 
 
 def files_of(folder: Path, suffix: str, *, left_out: Set[str]) -> list[Path]:
-    """Return the sorted files with a suffix, without those under folders or files named in `left_out`."""
+    """Return the sorted files with a suffix, except files and folders whose name is in `left_out`."""
     found = sorted(folder.rglob(f"*.{suffix}"))
     return [path for path in found if not left_out & set(path.relative_to(folder).parts)]
 
@@ -103,7 +103,7 @@ def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of letters in a text, in lower case; camel-case names are split.
+    """Return the words of two or more letters in a text, in lower case; camel-case names are split.
 
     Examples:
         >>> words("readLine(self, 3)")

@@ -16,7 +16,7 @@ from .ways import Way
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A point of the grid: hyperparameters among which each way chooses by validation."""
+    """A point of the grid of hyperparameters, over which each `Way` is tuned on validation data."""
 
     learning_rate: float  # Adam's rate at the first update; it falls to zero along a cosine
     strength: float = 0.0  # strength of the penalty, if the loss has one
@@ -40,12 +40,10 @@ class CoupledRecipe(Recipe):
     points: tuple[Point, ...]  # grid over which each way is tuned, separately for each seed
     validate: Callable[[nn.Module], float]  # model -> score on validation data; larger is better
     measures: tuple[Measure, ...]  # the first one is compared, with `margin`
-    # model -> values on test data, in the order of `measures`
-    measure: Callable[[nn.Module], tuple[float, ...]]
+    measure: Callable[[nn.Module], tuple[float, ...]]  # model -> values on test data, as in `measures`
     lower_is_better: bool  # for the first measure
     curve_at: tuple[float, ...] = ()  # positions of the values of `curve`
-    # model -> values for the plot; None for no plot
-    curve: Callable[[nn.Module], tuple[float, ...]] | None = None
+    curve: Callable[[nn.Module], tuple[float, ...]] | None = None  # model -> plotted values, if any
     mechanism: str  # why micro-batches matter for this task, in one sentence
     limits: tuple[str, ...]  # limits of the result, one sentence each
 

@@ -95,7 +95,7 @@ def ring() -> CoupledRecipe:
         curve_at=tuple(2 * math.pi * (each + 0.5) / SECTORS for each in range(SECTORS)),
         curve=lambda model: outline(model, test),
         mechanism="the distance of two samples of m points is smallest if the generator shrinks to the mean",
-        limits=("No repair of the plain loop was tried; the bias falls with m.",),
+        limits=("No repair of the plain loop was tried; the bias falls as m grows.",),
     )
 
 

@@ -160,7 +160,7 @@ def _pair(request: Request, dtype: torch.dtype | None, name: torch.dtype, notes:
         # Changing the dtype of a parameter would remove DDP's hooks.
         held = held_parameter(request.problem.model)
         if held is not None:
-            raise RuntimeError(f"DistributedDataParallel, or an earlier loss, still uses {held!r}")
+            raise RuntimeError(f"DistributedDataParallel, or an earlier loss, still uses parameter {held!r}")
     with untouched(request.problem.model, dtype=dtype) as reset:
         setting = request.setting(dtype, reset)
         if request.against != "splits":
@@ -283,7 +283,7 @@ def _inner_rounding(request: Request, notes: list[str]) -> float:
     if not lower:
         return 0.0
     coarsest = max(lower, key=lower.__getitem__)
-    notes.append(f"parts of the model compute in {_text(coarsest)} for every dtype of their inputs")
+    notes.append(f"parts of the model compute in {_text(coarsest)}, whatever the dtype of their inputs")
     # The result rounds at least this much for every dtype of the parameters.
     return lower[coarsest]
 

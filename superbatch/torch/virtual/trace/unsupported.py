@@ -63,7 +63,7 @@ def refuse_nested(leaf: Any) -> Any:
     """
     if isinstance(leaf, Tensor) and leaf.is_nested:
         raise InputError(
-            "virtual_batch cannot take a nested tensor (torch.nested), which has no dimension of size N. "
+            "virtual_batch cannot take a nested tensor (torch.nested), which has no dimension of samples. "
             "Pass torch.nested.to_padded_tensor(x, 0.0) and the lengths or a mask."
         )
     return leaf

@@ -27,7 +27,7 @@ from ..participant import no_savepoint
 from ..sync.sync import Sync
 
 CallStatistics = tuple[int, Tensor, Tensor]
-"""Values per channel, mean and unbiased variance of one call."""
+"""Number of values per channel, mean and unbiased variance of one call."""
 
 
 def find_batchnorms(models: Iterable[nn.Module]) -> dict[str, _BatchNorm]:
@@ -48,11 +48,7 @@ def find_batchnorms(models: Iterable[nn.Module]) -> dict[str, _BatchNorm]:
 
 
 def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
-    """Raise if a BatchNorm would normalise with the statistics of its input.
-
-    Raises:
-        CoupledSamplesError: a BatchNorm is in training mode; the error names it and the three choices.
-    """
+    """Raise `CoupledSamplesError` if a BatchNorm would normalise with the statistics of its input."""
     if not batchnorms:
         return
     # In evaluation mode, with running statistics, a BatchNorm normalises each sample by itself.
@@ -92,7 +88,7 @@ def of_windows(batchnorms: dict[str, _BatchNorm], choice: str, sync: Sync) -> Fr
 
 
 class Frozen:
-    """BatchNorms that use their running statistics during a window, in either mode outside of it."""
+    """BatchNorms that use their running statistics during a window, whatever their mode outside of it."""
 
     def __init__(self, batchnorms: dict[str, _BatchNorm]) -> None:
         for path, module in batchnorms.items():

@@ -166,7 +166,6 @@ class BufferGradientSum:
         self._buffers = {name: buffer.to(devices[name], copy=True) for name, buffer in saved.items()}
 
     def _add_all(self, entries: list[ManagedParameter], sums: list[Tensor]) -> None:
-        """Add gradients to existing sums."""
         self._added = True  # first, as in `_add`
         gradients = [take_gradient(entry, inside=self._inside) for entry in entries]
         if any(gradient.is_sparse for gradient in gradients):

@@ -126,7 +126,7 @@ class BufferKeeper:
         return [buffer for buffer in found if buffer is not None and id(buffer) in self._constant]
 
     def covers(self) -> Callable[[Any, Tensor], bool]:
-        """Return a function ``(object, tensor) -> bool``: True if they are a buffer or share its memory."""
+        """Return a function ``(object, tensor) -> bool``: object is a buffer, or tensor is in its memory."""
         buffers = [buffer for owner in self.owners for buffer in buffers_of(owner).values()]
         same = set(map(id, buffers))
         strided = [buffer for buffer in buffers if buffer is not None and can_be_kept(buffer)]
@@ -157,7 +157,6 @@ def _clones(buffers: list[Tensor | None]) -> list[Tensor | None]:
         # A lazy buffer has no content before the first forward.
         if buffer is None or is_lazy(buffer):
             copies.append(None)
-        # Only dense tensors on an accelerator are copied by one kernel.
         elif buffer.is_cpu or buffer.is_meta or buffer.layout is not torch.strided or buffer.requires_grad:
             copies.append(buffer.clone())
         else:

@@ -106,7 +106,7 @@ class GradientSum(Protocol):
         ...
 
     def commit(self) -> None:
-        """No-op: the update rule frees the gradients."""
+        """Free the copies, if any; the update rule frees the gradients."""
         ...
 
     def describe(self) -> str:
@@ -221,11 +221,7 @@ def in_shared_memory(gradient: Tensor | None) -> bool:
 
 
 def require_none(owned: list[ManagedParameter]) -> None:
-    """Check that no parameter has a gradient; a window that sums in buffers removes each gradient at once.
-
-    Raises:
-        WindowError: a parameter has one, so other code has computed it.
-    """
+    """Raise `WindowError` if a parameter has a gradient; a sum in buffers removes each gradient at once."""
     for entry in owned:
         if entry.parameter.grad is not None:
             raise foreign_gradient(entry.name)

@@ -213,7 +213,7 @@ def can_be_kept(value: Any) -> bool:
 
 
 def _of_torch(dtype: Any) -> bool:
-    """Return whether torch has a NumPy dtype, or for unsigned integers a dtype of the same size."""
+    """Return whether torch has the same dtype; for unsigned integers one of the same size suffices."""
     return dtype.isnative and (dtype.kind in "biu" or dtype.kind + str(dtype.itemsize) in _FLOATING)
 
 
@@ -295,7 +295,6 @@ class CopyBeforeWrite(TorchDispatchMode):
         return False  # nothing is compiled inside, and skipping would import the compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Copy tensors that are about to be written, then run the operation."""
         kwargs = kwargs or {}
         # Most operations write nothing, so for them only this attribute is read.
         if func._schema.is_mutable:

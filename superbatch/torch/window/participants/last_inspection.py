@@ -19,9 +19,6 @@ from .recorded_bindings import RecordedBindings
 class LastInspection:
     """Traces of bindings at one moment, which keep no value alive.
 
-    Args:
-        tables: the bindings.
-
     Examples:
         >>> scale = {"value": 1.0}
         >>> inspection = LastInspection([Table("scale", scale)])

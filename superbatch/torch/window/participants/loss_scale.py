@@ -51,11 +51,7 @@ class LossScale:
         return loss if self._scaled_by_host else self._scaler.scale(loss)
 
     def require(self) -> None:
-        """Check that all losses of the window had the same scale.
-
-        Raises:
-            WindowError: the scaler was updated during the window, e.g. by another window.
-        """
+        """Raise `WindowError` if the scale has changed during the window, e.g. by another window."""
         if self._scaler.get_scale() != self.value:
             raise WindowError(
                 f"The GradScaler's scale changed from {self.value} to {self._scaler.get_scale()} inside the "
@@ -88,24 +84,12 @@ class LossScale:
         return {"scale": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the present scale is that of the saved sums.
-
-        Raises:
-            WindowError: the scales differ.
-        """
+        """Raise `WindowError` if the present scale is not that of the saved sums."""
         require_scale(self.value, state)
 
 
 def require_scale(value: float | None, state: Mapping[str, Any]) -> None:
-    """Check that a scale is that of the saved sums.
-
-    Args:
-        value: the present scale; None: losses are not scaled.
-        state: state of a saved window.
-
-    Raises:
-        WindowError: the scales differ.
-    """
+    """Raise `WindowError` if a scale (None: losses are not scaled) is not that of the saved sums."""
     if state["scale"] != value:
         raise WindowError(
             f"The GradScaler's scale is {value}, but the scale of the saved sums is {state['scale']}. Load "

@@ -14,9 +14,6 @@ from .reached import Table
 def warn_of_not_restored(names: Sequence[str]) -> None:
     """Warn of state that the window has changed for the first time, so that there is no copy.
 
-    Args:
-        names: names of the state; if there are none, there is no warning.
-
     Examples:
         >>> warn_of_not_restored([])
     """

@@ -252,11 +252,7 @@ class GradientVersions:
         return self._gradients
 
     def require_unchanged(self) -> None:
-        """Check that no other code has changed a gradient since `record`.
-
-        Raises:
-            WindowError: another backward or zero_grad() has changed a gradient.
-        """
+        """Raise `WindowError` if another backward or zero_grad() has changed a gradient since `record`."""
         recorded = zip(self.parameters, self._gradients, self._versions, strict=True)
         for index, (parameter, gradient, version) in enumerate(recorded):
             now = parameter.grad

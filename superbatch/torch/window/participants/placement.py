@@ -13,7 +13,7 @@ from .gradient_sum import LOW_PRECISION, GradientSum, host_backward, run_backwar
 from .momentum_gradients import MomentumGradientSum
 from .parameter_gradients import ParameterGradientSum
 
-# With at most this many terms the rounding of a bfloat16 sum is below that of its terms (K <= 2**8 / 16).
+# A sixteenth of the 2**8 terms after which a sum of equal terms stops growing in bfloat16.
 MOST_LOW_PRECISION_MICROBATCHES = 16
 
 
@@ -33,11 +33,7 @@ class Placement:
         self._has_warned = False
 
     def require_allowed(self) -> None:
-        """Check that gradients may still be summed in the momentum buffer; parameter groups may have changed.
-
-        Raises:
-            OptimizerError: an option of a parameter group does not allow it.
-        """
+        """Raise `OptimizerError` if a parameter group no longer allows sums in the momentum buffer."""
         if self._option == "momentum":
             check_momentum(self._config.rule.optimizers)
 

@@ -228,9 +228,8 @@ class _Search:
         elif depth > DEEPEST or isinstance(value, type | ModuleType):
             return
         elif isinstance(value, (functools.partial, FunctionType, MethodType)):
-            if of_loss_fn and self._enter(
-                value
-            ):  # a function that a module holds may not be called in its forward
+            # A function that only a module holds is not followed: its forward may never call it.
+            if of_loss_fn and self._enter(value):
                 self._function(name, value, depth)
         elif isinstance(value, list | deque | dict | tuple):
             self._container(name, value, depth, of_loss_fn)

@@ -183,13 +183,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def generator_restorer(value: Any) -> Callable[[], object] | None:
-    """Return a function that restores the present state of a random generator.
-
-    Args:
-        value: any object.
-
-    Returns:
-        The function; None if `value` is not a generator of torch, Python or NumPy.
+    """Return a function that restores the present state of a random generator; None for other objects.
 
     Examples:
         >>> own = random.Random(0)

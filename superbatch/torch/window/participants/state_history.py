@@ -33,7 +33,7 @@ class StateHistory:
         windows: number of windows that were committed.
         next_inspection: number of the next window that inspects everything: 1, 4, 16, 64, ...
         checked: True once the first-window check has found the state that a forward changes.
-        bindings: bindings that have changed, each as (table, True if it held a tensor before window 1).
+        bindings: bindings that have changed, each as (table, `state` of `record`).
         tensors: tensors whose content has changed, with their names.
         watched: tensors that have not changed so far.
         generators: random generators that modules or objects hold.
@@ -61,7 +61,7 @@ class StateHistory:
         Args:
             table: the table of the binding.
             key: its key in the table.
-            state: whether it held a tensor before the first window.
+            state: whether it held a tensor or a list before it changed, so that it is no result of a forward.
         """
         # Only this key: restoring other keys would undo changes that the user's loop makes between windows.
         only = replace(table, keys=frozenset([key])) if table.can_be_cut else table

@@ -12,14 +12,7 @@ from ..participant import Participant
 
 
 class UserParticipants:
-    """Calls the participants of the user in order, and restores them in reverse order.
-
-    Args:
-        participants: the user's.
-
-    Attributes:
-        participants: the user's.
-    """
+    """Calls the participants of the user in order, and restores them in reverse order."""
 
     def __init__(self, participants: Sequence[Participant]) -> None:
         self.participants = tuple(participants)

@@ -44,9 +44,6 @@ class _Like(NamedTuple):
 class Exchanges:
     """Makes and counts the exchanges of one reduction on this rank.
 
-    Args:
-        group: the process group.
-
     Attributes:
         completed: number of exchanges that have ended.
         inside: True during an exchange. If an error comes there, the other ranks cannot be reached.

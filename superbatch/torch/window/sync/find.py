@@ -131,11 +131,7 @@ def _check_option(sync: object, *, wrapped: bool, part: str | None, per_microbat
 
 
 def _replicas(models: list[nn.Module], device: torch.device) -> Sync:
-    """Return all ranks, each of which has a replica of the unwrapped models.
-
-    Raises:
-        InputError: there is no process group, or a parameter differs between ranks.
-    """
+    """Return all ranks, each with an equal replica of the unwrapped models, or raise `InputError`."""
     if not (dist.is_available() and dist.is_initialized()):
         raise InputError(
             'sync="all_reduce" needs a process group. Call torch.distributed.init_process_group() first.'
@@ -155,11 +151,7 @@ def _replicas(models: list[nn.Module], device: torch.device) -> Sync:
 
 
 def _single_process(sync: object) -> Sync:
-    """Return the `Sync` of a single process.
-
-    Raises:
-        InputError: there are other ranks, and `sync` is ``"auto"``.
-    """
+    """Return the `Sync` of a single process; with other ranks, ``"auto"`` raises and ``"warn"`` warns."""
     count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if count > 1 and sync == "auto":
         raise InputError(

@@ -20,11 +20,7 @@ from ...devices import local_part
 
 
 class FSDP2:
-    """All modules of some models that are sharded by `fully_shard`.
-
-    Args:
-        models: models of which each rank holds shards.
-    """
+    """All modules of some models that are sharded by `fully_shard`."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         # By name, because importing the module takes longer than importing this library.
@@ -89,7 +85,7 @@ class FSDP2:
                 raise
 
     def settings(self) -> ExitStack:
-        """Return a context that restores all settings at its end; inside, gradients are sums, not means."""
+        """Return a context that restores all settings at its end; inside, gradients are sums if possible."""
         stack = ExitStack()
         for group in self._groups():
             for name in _SETTINGS:

@@ -111,11 +111,7 @@ class Manual:
         return self._exchange(frame)[HEADER : HEADER + len(own)]
 
     def fail(self, failed: str) -> None:
-        """Report to the other ranks, at their next exchange of numbers, that this rank has left the window.
-
-        Args:
-            failed: description of the failure, as the rest of a sentence that begins with "Rank 1".
-        """
+        """Report to the other ranks that this rank has left the window; see `Sync.fail`."""
         here = self._position
         if not self.shared or here.lost:
             return
@@ -224,11 +220,7 @@ class Manual:
             self._exchange(self._position.frame([]))
 
     def _exchange(self, frame: list[float]) -> list[float]:
-        """Return the sum of the frames of all ranks.
-
-        Raises:
-            RankError: a rank has failed, the ranks are at different windows, or one cannot be reached.
-        """
+        """Return the sum of the frames of all ranks; raise `RankError` if one failed, differs or is lost."""
         here = self._position
         if here.lost:
             raise RankError(here.lost)
@@ -251,11 +243,7 @@ class Manual:
         return torch.tensor(numbers, dtype=dtype, device=self.device)
 
     def _reach(self, exchange: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call an exchange and return its result.
-
-        Raises:
-            RankError: another rank cannot be reached.
-        """
+        """Call an exchange and return its result; raise `RankError` if another rank cannot be reached."""
         try:
             return exchange(*args, **kwargs)
         except RuntimeError as error:

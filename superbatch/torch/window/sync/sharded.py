@@ -62,7 +62,7 @@ class Sharded(Manual):
         if whole and (self._copies > 1 or self._is_split()):
             raise InputError(_SPLIT)
         self._whole = whole
-        coupled = "samples are coupled, so each rank has all parameters meanwhile"
+        coupled = "samples are coupled, so each rank has all parameters in a window"
         self._reason = coupled if whole else "as passed"
         self._after_each = reduced == "microbatch" or (reduced == "auto" and self._is_short())
         self._outputs: list[Tensor] = []
@@ -201,7 +201,7 @@ class Sharded(Manual):
 
     def microbatch_counts(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
         """Return the number of micro-batches of each rank, because each forward gathers from all ranks."""
-        # Negative, because `agree_size` exchanges positive numbers. A rank without data sends 0 to both.
+        # Negative, because `agree_size` exchanges positive numbers; 0, of a rank without data, fits both.
         each = self._of_each(-microbatches)
         while not microbatches and max(each) > 0:  # the other ranks first agree on a size
             each = self._of_each(0)
@@ -300,7 +300,7 @@ class Sharded(Manual):
         self._fsdp.scale(factor)
 
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
-        """Return the 2-norm of the whole gradient, and True if all elements are finite; each counts once."""
+        """Return the 2-norm of the whole gradient, and True if all elements are finite."""
         # Grouped by the number of ranks that hold the same elements, which are counted once.
         kinds: dict[int, list[Tensor]] = {}
         for gradient in gradients:

@@ -66,7 +66,7 @@ class Sync(Protocol):
     # -- the models ----------------------------------------------------------------------------------------
 
     def no_sync(self) -> ExitStack:
-        """Return a context in which no backward reduces gradients."""
+        """Return a context for the micro-batches of a window; only sharded models communicate in it."""
         ...
 
     def reshard(self) -> None:
@@ -143,21 +143,13 @@ class Sync(Protocol):
         ...
 
     def record_lost(self, error: BaseException) -> RankError:
-        """Record that the other ranks cannot be reached, and return the error for it.
-
-        Args:
-            error: the error of the exchange that failed.
-        """
+        """Record that the other ranks cannot be reached, and return the error for it."""
         ...
 
     # -- numbers: each method raises RankError if a rank has failed, or is at another window -----------------
 
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
-        """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53).
-
-        Raises:
-            RankError: a rank has failed or ended, or has another number of windows or updates.
-        """
+        """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53)."""
         ...
 
     def first(self, number: int) -> int:

@@ -26,9 +26,6 @@ UNKNOWN: Norms = (math.nan,) * len(POWERS)
 def have_second_moments(optimizers: Iterable[Optimizer]) -> bool:
     """Return whether all optimizers step by ``m / (sqrt(v_hat) + eps)``.
 
-    Args:
-        optimizers: the accumulator's.
-
     Examples:
         >>> one = torch.zeros(1, requires_grad=True)
         >>> have_second_moments([AdamW([one])]), have_second_moments([torch.optim.SGD([one])])
@@ -48,7 +45,6 @@ class Preconditioner:
     """
 
     def __init__(self, owned: Sequence[ManagedParameter]) -> None:
-        # Before the window, because its own gradient in the moments would bias the estimate below zero.
         self._inverse = [_inverse_of(entry) for entry in owned]
 
     def norms(self, index: int, gradient: Tensor) -> Norms:

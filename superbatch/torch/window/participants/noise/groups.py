@@ -11,9 +11,6 @@ from torch.optim import Optimizer
 def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], int], list[str]]:
     """Number and name the parameter groups of optimizers.
 
-    Args:
-        optimizers: the optimizers, in order.
-
     Returns:
         A mapping (id of the optimizer, number of the group in it) -> number among all groups; and the names.
         A name is the group's own entry ``"name"`` if that is unique, else ``"group 0"``, or with several

@@ -199,15 +199,13 @@ class MicrobatchGradientNorms:
             if not parts:
                 continue
             if self._keeps_parts is not None and self._keeps_parts[number]:
-                # The norm of a sum cannot be computed from the norms of its parts, so the parts were kept.
                 gradient = _sum(parts)
                 self._norms.append(
                     (index, group, factor, (_norm(gradient), *self._by_metric(number, gradient)))
                 )
                 continue
             if len(parts) > 1:
-                # Only norms of the parts are left, so this window has no measurement, and the next one keeps
-                # the parts.
+                # Only norms of the parts are left; from the next window on the parts themselves are kept.
                 self._in_parts.add(self._parameters[number])
                 self.reason = IN_PARTS
             for part in parts:
@@ -262,9 +260,6 @@ def _norm(gradient: Tensor) -> float | Tensor:
 def on_host(norms: Sequence[float | Tensor]) -> list[float]:
     """Return numbers and 0-d tensors as floats, with one transfer for each device and dtype.
 
-    Args:
-        norms: numbers and tensors.
-
     Examples:
         >>> on_host([1.0, torch.tensor(2.0), torch.tensor(3.0, dtype=torch.float64)])
         [1.0, 2.0, 3.0]
@@ -275,7 +270,6 @@ def on_host(norms: Sequence[float | Tensor]) -> list[float]:
         if isinstance(norm, Tensor):
             by_device.setdefault((norm.device, norm.dtype), []).append((number, norm))
     for tensors in by_device.values():
-        # One copy to the host per device, because each copy waits for the device.
         stacked = torch.stack([norm for _, norm in tensors]).tolist()
         for (number, _), value in zip(tensors, stacked, strict=True):
             found[number] = value

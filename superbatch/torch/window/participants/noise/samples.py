@@ -29,10 +29,6 @@ TOLERANCE = 1e-2
 def norm_layers(models: Iterable[nn.Module], owned: Sequence[ManagedParameter]) -> list[nn.Module]:
     """Return the LayerNorms and RMSNorms whose scale or shift the accumulator's optimizers train.
 
-    Args:
-        models: the accumulator's.
-        owned: the parameters.
-
     Examples:
         >>> norm_layers([nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))], [])
         []
@@ -93,11 +89,7 @@ class SampleGradientNorms:
         self._new_gradients.clear()
 
     def end_backward(self, index: int) -> None:
-        """Add the gradients of a backward that has ended to those of its micro-batch.
-
-        Args:
-            index: index of the micro-batch.
-        """
+        """Add the gradients of a backward that has ended to those of its micro-batch `index`."""
         samples = self._count(index)
         if not samples:
             self.reason = "samples cannot be counted"

@@ -53,7 +53,7 @@ class _Measurement(NamedTuple):
         samples: effective number of samples of the window.
         others: estimates by Adam's preconditioner and from single samples.
         no_proxy: why there is no estimate from single samples; None: there is one, or none is needed.
-        losses: loss of the window, and the variance of it that its micro-batches explain; None: unknown.
+        losses: loss of the window, and its variance as estimated from the micro-batches; None: unknown.
     """
 
     groups: dict[str, Estimate] | str
