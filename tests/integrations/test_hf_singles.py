@@ -197,7 +197,8 @@ class _OneAtATime(nn.Module):
 def test_a_model_of_single_samples_is_not_checked_and_warns(tmp_path: Path) -> None:
     case = CASES["tokens"]
     big = train(Trainer, case, 8, 1, tmp_path, **OPTIONS)
-    with pytest.warns(UserWarning, match=r"could not check .* could not be run together \(one sample, please\)"):
+    words = r"could not check .* could not be run together \(one sample, please\)"
+    with pytest.warns(UserWarning, match=words):
         ours = train(ExactTrainer, Case(_OneAtATime, case.row), 1, 8, tmp_path, **OPTIONS)
 
     ours.start, ours.parameters = (
