@@ -225,7 +225,8 @@ class Accumulator:
         If its optimizers have already stepped, the window is finished instead.
 
         Raises:
-            WindowError: a hook, scheduler or participant called this while the window begins or ends.
+            WindowError: a hook, scheduler or participant called this while the window begins or ends, or a
+                loaded window summed into momentum buffers of other parameters.
 
         Examples:
             >>> model = nn.Linear(2, 1)

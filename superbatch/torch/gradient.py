@@ -164,7 +164,11 @@ class Gradient:
         return self.engine.open(batch)
 
     def discard(self) -> None:
-        """Discard a window left by an interrupt or by `load_state_dict`, and restore the state before it."""
+        """Discard a window left by an interrupt or by `load_state_dict`, and restore the state before it.
+
+        Raises:
+            WindowError: a hook or participant called this while the window begins or ends.
+        """
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +185,7 @@ class Gradient:
             state: from `state_dict`.
 
         Raises:
-            InputError: `state` is not from `state_dict`.
+            InputError: `state` is not from `state_dict`, or its `NoiseMeter` had another `beta`.
             WindowError: a window is open.
         """
         self.engine.load_state_dict(state)
@@ -296,7 +300,11 @@ class WholeGradient:
         return self.engine.update(batch)
 
     def discard(self) -> None:
-        """Discard a window that an interrupt left open, and restore the state before it."""
+        """Discard a window that an interrupt left open, and restore the state before it.
+
+        Raises:
+            WindowError: a hook or participant called this while the window begins or ends.
+        """
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:

@@ -54,8 +54,8 @@ class Recipe:
             in [0, samples). The batch is any structure that the accumulator splits, with floating-point
             leaves in float32.
         loss_fn: model -> loss function of a batch or micro-batch, a closure over the model.
-        evaluate: model -> metric on held-out data, in `unit`. `superbatch verify` and `superbatch fit` need
-            neither this field nor `metric`, `unit`, `margin`, `metric_step` and `learning_rates`.
+        evaluate: model -> metric on held-out data, in `unit`. This field, `metric`, `unit`, `margin`,
+            `metric_step` and `learning_rates` are optional for `superbatch verify` and `superbatch fit`.
         metric: name of the metric, such as ``"test accuracy"``.
         unit: unit of the metric, such as ``"%"``.
         margin: difference of the metric, in `unit`, that does not matter (equivalence margin).

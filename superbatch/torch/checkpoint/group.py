@@ -85,4 +85,5 @@ def group_of(sync: Sync, models: Sequence[nn.Module]) -> Group:
 def _raise_for(errors: Sequence[str | None]) -> None:
     for rank, error in enumerate(errors):
         if error is not None:
-            raise CheckpointError(f"Rank {rank} failed: {error}. Correct the error on that rank.")
+            text = error.rstrip(".")
+            raise CheckpointError(f"Rank {rank} failed: {text}. Correct the error on that rank.")

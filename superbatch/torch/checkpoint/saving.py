@@ -61,7 +61,8 @@ def save_checkpoint(
         CheckpointError: safetensors is not installed, a state contains an object that JSON and safetensors
             cannot store, or another rank failed. No checkpoint has changed.
         OSError: the disk is full or the folder cannot be written. No checkpoint has changed.
-        WindowError: it was called between the forward and the backward of a micro-batch.
+        WindowError: it was called between the forward and the backward of a micro-batch, or while a window
+            begins or ends.
 
     Examples:
         >>> import tempfile

@@ -27,6 +27,7 @@ class StopSignals:
         exit_code: 130 after Ctrl-C, 143 after SIGTERM, as in shells; 0 before a signal.
 
     Raises:
+        WindowError: the context is entered a second time before its end.
         ValueError: from Python, if the context is entered in another thread than the main one.
 
     Examples:

@@ -295,7 +295,7 @@ def _samples_of(batch: Any) -> int:
                 "them out of the batch and read them in loss_fn."
             ) from None
         # Without the error's advice, which names unsplit=: coupled samples do not have that option.
-        found = str(error).partition(". ")[0].partition(": it holds")[0]
+        found = str(error).partition(". ")[0]
         raise SplitError(f"{found}. {_ROWS}.") from None
     tensors: list[Tensor] = []
 
