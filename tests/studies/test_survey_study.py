@@ -291,7 +291,7 @@ def test_too_few_surveys_are_not_attributed_to_the_splits(digits: Surveys) -> No
     arms = {each.claim: replace(each, curve=no, suggested=alike) for each in (again, split)}
     said = conclusions(replace(found, arms=tuple(arms.get(arm.claim, arm) for arm in found.arms)))
     assert "surveys from different seeds are NOT shown to be alike" in said[0]
-    assert said[1].endswith("these surveys are too few for the tests. Give more --repeats.")
+    assert said[1].endswith("there are too few surveys for the tests. Give more --repeats.")
     right = arm_of(digits, "10x10")
     assert right.curve is not None and right.curve.equivalent, "the premise"
     wrong = replace(arm_of(digits, "10x10 missing 1/K"), curve=right.curve, suggested=alike)

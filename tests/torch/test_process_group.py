@@ -88,7 +88,9 @@ def test_a_restart_joins(ranks: int) -> None:
 
 
 def test_premise_a_restart_with_init_process_group_fails() -> None:
-    assert all(code != 0 for code, _ in restarted(TORCHS, ranks=2, timeout=6))
+    # A race: about one restart in three reads the new address first, and joins.
+    attempts = (restarted(TORCHS, ranks=2, timeout=6) for _ in range(6))
+    assert any(all(code != 0 for code, _ in attempt) for attempt in attempts)
 
 
 def test_a_rank_that_does_not_start_is_named() -> None:
