@@ -70,7 +70,7 @@ def test_a_run_does_not_affect_the_next() -> None:
             {"splits": "80/15/5"},
             "backend='keras' cannot make the split 80/15/5: Keras' micro-batches have one size",
         ),
-        ({"splits": "30/70"}, "with the split 30/70"),
+        ({"splits": "30/70"}, "cannot make the split 30/70"),
     ],
 )
 def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
