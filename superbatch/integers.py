@@ -12,14 +12,7 @@ from .errors import InputError
 
 
 def positive_int(name: str, value: Any) -> int:
-    """Check that an argument is an int of at least 1.
-
-    Args:
-        name: the argument's name, for the error text.
-        value: the argument.
-
-    Returns:
-        The value as an int.
+    """Return an argument as an int; it must be an int of at least 1.
 
     Raises:
         InputError: when it is anything else, such as a bool or a float.
@@ -40,13 +33,7 @@ def positive_int(name: str, value: Any) -> int:
 
 
 def checked_costs(costs: Any) -> list[int]:
-    """Check that a sequence or 1-d array holds one int of 0 or more for each sample.
-
-    Args:
-        costs: the sequence or array; it must not be empty.
-
-    Returns:
-        The ints.
+    """Return the ints of a sequence or 1-d array, which must have one int of 0 or more for each sample.
 
     Raises:
         InputError: when it is anything else, such as bools or floats.

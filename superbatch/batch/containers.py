@@ -47,12 +47,6 @@ Rebuild = Callable[[list[Any]], Any]
 def kind_of(value: Any) -> Any:
     """Return the type of a value as `Any`, so that its methods can be tested without type errors.
 
-    Args:
-        value: anything.
-
-    Returns:
-        type(value).
-
     Examples:
         >>> kind_of([1]).__name__
         'list'
@@ -62,12 +56,6 @@ def kind_of(value: Any) -> Any:
 
 def is_scalar(value: Any) -> bool:
     """Return True for a single piece of data without samples: a number, a text, a date, None.
-
-    Args:
-        value: anything.
-
-    Returns:
-        True for plain scalars.
 
     Examples:
         >>> is_scalar("a text"), is_scalar(None), is_scalar([1])
@@ -82,12 +70,6 @@ def array_shape(value: Any) -> tuple[int, ...] | None:
     An array has a `shape` with a length and can be indexed. A container is not an array just because one of
     its entries is called "shape": a mapping needs `shape` on its class, and fields of tuples and dataclasses
     do not count.
-
-    Args:
-        value: anything.
-
-    Returns:
-        The shape (empty for a 0-d array), or None.
 
     Examples:
         >>> array_shape(memoryview(b"abc")), array_shape([1, 2])
@@ -122,12 +104,6 @@ def _shape_of_other_type(shape: Any) -> tuple[int, ...] | None:
 def is_record(value: Any) -> bool:
     """Return True for a tuple with named fields (namedtuple, structseq): its entries are not samples.
 
-    Args:
-        value: anything.
-
-    Returns:
-        True for tuples with field names.
-
     Examples:
         >>> import collections
         >>> is_record(collections.namedtuple("Pair", "x y")(1, 2)), is_record((1, 2))
@@ -139,13 +115,7 @@ def is_record(value: Any) -> bool:
 
 
 def is_flat(value: Any) -> bool:
-    """Return True for a list or tuple of scalars and 0-d arrays only: its entries are samples.
-
-    Args:
-        value: anything.
-
-    Returns:
-        True for lists and tuples (without named fields) of such entries, and for empty ones.
+    """Return True for a list or tuple of scalars and 0-d arrays only, or empty: its entries are samples.
 
     Examples:
         >>> is_flat(["a", "b"]), is_flat(["a", ["b"]]), is_flat("ab")
@@ -162,12 +132,6 @@ def is_flat(value: Any) -> bool:
 def is_list_subclass(value: Any) -> bool:
     """Return True for a subclass of list or tuple, whose slices are plain lists or tuples.
 
-    Args:
-        value: anything.
-
-    Returns:
-        False for plain lists and tuples, and for everything else.
-
     Examples:
         >>> is_list_subclass([1]), is_list_subclass(type("Names", (list,), {})())
         (False, True)
@@ -178,12 +142,6 @@ def is_list_subclass(value: Any) -> bool:
 def is_torch_packed_sequence(value: Any) -> bool:
     """Return True for torch's PackedSequence, a namedtuple of data interleaved by time.
 
-    Args:
-        value: anything.
-
-    Returns:
-        True for a tuple type called "PackedSequence"; torch is not imported.
-
     Examples:
         >>> is_torch_packed_sequence((1, 2))
         False
@@ -193,9 +151,6 @@ def is_torch_packed_sequence(value: Any) -> bool:
 
 def children(value: Any) -> list[tuple[str, Any]] | None:
     """Return the entries of a container as (name, value), or None if the value is not a container.
-
-    Args:
-        value: a mapping, list, tuple, namedtuple or dataclass instance, or anything else.
 
     Returns:
         Keys, indices or field names as text, each with its value.
@@ -218,13 +173,6 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
 
 def rebuilder(value: Any, path: str) -> Rebuild:
     """Return a function that makes a container like this one from new values.
-
-    Args:
-        value: a container (see `children`).
-        path: where it is, for the error text.
-
-    Returns:
-        A function of the list of new values, in the order of `children`.
 
     Raises:
         SplitError: by the returned function, when the container's type cannot be constructed from new values.

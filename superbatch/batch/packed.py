@@ -59,13 +59,6 @@ class Packed:
 def read_packed(path: str, entries: Mapping[str, Any]) -> Packed:
     """Read and check the offsets of a packed group.
 
-    Args:
-        path: where the group is in the batch.
-        entries: the offsets entries by name: 1-d integer arrays or lists of ints.
-
-    Returns:
-        The checked offsets.
-
     Raises:
         SplitError: when offsets are not 1-d integers that start with 0 and never decrease; when two entries
             differ in their number of sequences; when two entries have the same token total but different
@@ -102,13 +95,6 @@ def _refuse_ambiguous_totals(path: str, offsets: dict[str, tuple[int, ...]]) -> 
 def read_offsets(path: str, value: Any) -> tuple[int, ...]:
     """Copy one offsets entry to the host and check it.
 
-    Args:
-        path: path of the entry in the batch.
-        value: 1-d integer array, or a list or tuple of ints, of length sequences + 1.
-
-    Returns:
-        The offsets.
-
     Raises:
         SplitError: when they are not 1-d integers that start with 0 and never decrease.
 
@@ -144,12 +130,6 @@ def _wrong_offsets(values: Sequence[Any]) -> str | None:
 def offsets_take(value: Any) -> Take:
     """Return a function that cuts an offsets entry; the result starts at 0 and keeps type and dtype.
 
-    Args:
-        value: the offsets, as in the batch.
-
-    Returns:
-        A function `Take`, whose samples are sequences.
-
     Examples:
         >>> take = offsets_take([0, 2, 5, 9])
         >>> take(range(1, 3), None), take([2, 0], None)
@@ -172,14 +152,6 @@ def offsets_take(value: Any) -> Take:
 def tokens_take(value: Any, dimension: int, offsets: Sequence[int]) -> Take:
     """Return a function that cuts an array in which sequences lie end to end.
 
-    Args:
-        value: the array.
-        dimension: the dimension of the tokens, 0 or 1.
-        offsets: where each sequence begins.
-
-    Returns:
-        A function `Take`, whose samples are sequences.
-
     Examples:
         >>> bytes(tokens_take(memoryview(b"aabbbc"), 0, [0, 2, 5, 6])(range(1, 3), None))
         b'bbbc'
@@ -198,14 +170,6 @@ def tokens_take(value: Any, dimension: int, offsets: Sequence[int]) -> Take:
 
 def longest_take(value: Any, name: str, packed: Packed) -> Take:
     """Return a function that gives a micro-batch its longest sequence, for entries such as `max_seqlen_q`.
-
-    Args:
-        value: the entry, as in the batch: an int or an array with one integer.
-        name: the entry's name; its suffix _q or _k chooses the offsets.
-        packed: the group's offsets.
-
-    Returns:
-        A function `Take`, whose samples are sequences.
 
     Examples:
         >>> packed = read_packed("", {"cu_seqlens": [0, 2, 5, 6]})
@@ -228,13 +192,6 @@ def longest_take(value: Any, name: str, packed: Packed) -> Take:
 def is_longest(name: str, value: Any) -> bool:
     """Return True for an entry that states the longest sequence, by its name, with one integer.
 
-    Args:
-        name: the entry's name.
-        value: the entry.
-
-    Returns:
-        True if it must be recomputed for each micro-batch.
-
     Examples:
         >>> is_longest("max_seqlen", 7), is_longest("max_seqlen", None), is_longest("size", 7)
         (True, False, False)
@@ -247,11 +204,6 @@ def is_longest(name: str, value: Any) -> bool:
 
 def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[int, tuple[int, ...] | None]:
     """Return the dimension in which an array is cut, and the offsets of the samples.
-
-    Args:
-        shape: the array's shape, at least 1-d.
-        path: path of the array in the batch.
-        packed: the group's offsets.
 
     Returns:
         (0, None) for an array with one entry for each sequence; (0, offsets) for tokens in the first
@@ -285,12 +237,6 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
 
 def not_followed(packed: Packed) -> SplitError:
     """Return the error for offsets without an array of tokens beside them.
-
-    Args:
-        packed: the group's offsets.
-
-    Returns:
-        The error.
 
     Examples:
         >>> packed = read_packed("", {"cu_seqlens": [0, 5]})

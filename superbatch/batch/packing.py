@@ -54,12 +54,7 @@ class Packing:
     def indices(self, start: int, stop: int) -> list[int]:
         """Return the positions in the batch of samples start..stop of the order.
 
-        Args:
-            start: the first sample, a position in the order.
-            stop: one past the last.
-
-        Returns:
-            The positions. They also identify the samples' random streams.
+        They also identify the samples' random streams.
 
         Examples:
             >>> Packing([2, 0, 1], [1, 2]).indices(1, 3), Packing(None, [1, 2]).indices(1, 3)
@@ -70,13 +65,7 @@ class Packing:
     def take(self, planned: Plan, start: int, stop: int) -> Any:
         """Cut samples start..stop of the order out of the batch, trimmed to the longest of them.
 
-        Args:
-            planned: the batch, planned with the budget's `trim`.
-            start: the first sample, a position in the order.
-            stop: one past the last.
-
-        Returns:
-            A micro-batch. The range need not be one of `sizes`.
+        The range need not be one of `sizes`.
 
         Raises:
             SplitError: when more than padding would be cut off, or an array cannot be cut like this.
@@ -91,14 +80,6 @@ class Packing:
 
 def pack(batch: Any, samples: int, budget: TokenBudget) -> Packing:
     """Decide which samples of a batch share a micro-batch.
-
-    Args:
-        batch: the batch; the budget reads the lengths from it.
-        samples: the number of its samples.
-        budget: largest number of tokens in a micro-batch, and whether to sort samples and trim padding.
-
-    Returns:
-        Order, sizes and lengths.
 
     Raises:
         InputError: when the lengths are not one int for each sample.

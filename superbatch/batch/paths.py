@@ -66,13 +66,6 @@ def get(batch: Any, path: str) -> Any:
 def join(path: str, name: str) -> str:
     """Return the path of an entry of a container.
 
-    Args:
-        path: the container's path; "" for the batch itself.
-        name: the entry's name.
-
-    Returns:
-        The entry's path.
-
     Examples:
         >>> join("", "x"), join("inputs", "ids")
         ('x', 'inputs.ids')
@@ -81,14 +74,7 @@ def join(path: str, name: str) -> str:
 
 
 def find(node: Any, path: str) -> Any:
-    """Look up a part as `get` does, without raising.
-
-    Args:
-        node: any nested batch.
-        path: dotted text.
-
-    Returns:
-        The part, or ABSENT.
+    """Look up a part as `get` does, but return ABSENT in place of raising.
 
     Examples:
         >>> find({"a.b": {"c": 1}, "a": {"b": 2}}, "a.b.c"), find({}, "a") is ABSENT
@@ -112,14 +98,7 @@ def find(node: Any, path: str) -> Any:
 
 
 def all_paths(batch: Any, path: str = "") -> Iterator[str]:
-    """List the paths of a batch.
-
-    Args:
-        batch: any nested batch.
-        path: path of `batch` itself, if it is part of a larger batch.
-
-    Yields:
-        The paths, outer parts before inner ones.
+    """List the paths of a batch, which itself has the path `path`, outer parts before inner ones.
 
     Examples:
         >>> list(all_paths({"x": [1, 2], "meta": {"ids": "a"}}))
@@ -134,13 +113,6 @@ def all_paths(batch: Any, path: str = "") -> Iterator[str]:
 
 def listed_paths(batch: Any, path: str = "") -> str:
     """List the paths of a batch for an error text, at most 30 of them.
-
-    Args:
-        batch: any nested batch.
-        path: path of `batch` itself, if it is part of a larger batch.
-
-    Returns:
-        The paths, outer parts before inner ones.
 
     Examples:
         >>> listed_paths({"x": [1, 2], "meta": {"ids": "a"}})

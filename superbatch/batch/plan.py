@@ -139,12 +139,6 @@ def walked(
 ) -> tuple[Walk, Take | None]:
     """Walk a batch without checking that lengths agree.
 
-    Args:
-        batch: any nested batch (see `plan`).
-        unsplit: paths kept whole.
-        per_sample: paths of lists with one entry for each sample.
-        trim: paths of arrays whose padding may be cut off.
-
     Returns:
         The walk with its findings, and take(samples, longest) of the batch, None when nothing is cut.
 

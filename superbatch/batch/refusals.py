@@ -20,12 +20,6 @@ MOST_LEVELS: Final = 100
 def too_deep(path: str) -> InputError:
     """Return the error for a batch that contains itself, or is nested too deeply.
 
-    Args:
-        path: path at which the walk ended; empty if it is not known.
-
-    Returns:
-        The error.
-
     Examples:
         >>> str(too_deep("a.a.a.a.a.a")).partition(";")[0]
         "The batch is nested more than 100 levels deep, at path 'a.a.a.a...'"
@@ -39,12 +33,6 @@ def too_deep(path: str) -> InputError:
 
 def agreed_length(leaves: Sequence[Leaf]) -> int:
     """Return the number of samples, which must be the same for all leaves that are cut.
-
-    Args:
-        leaves: all leaves of a batch.
-
-    Returns:
-        The number of samples, at least 1.
 
     Raises:
         SplitError: when no leaf is split, when lengths differ, or when there is no sample.
@@ -80,10 +68,6 @@ def refuse_hollow_lists(hollow: Sequence[Leaf], samples: int) -> None:
 
     Every micro-batch would get all of its entries and pair the first ones with its own samples.
 
-    Args:
-        hollow: lists of containers in which nothing is cut, with their lengths.
-        samples: the number of samples of the batch.
-
     Raises:
         SplitError: when such a list has as many entries as the batch has samples.
 
@@ -102,13 +86,6 @@ def refuse_hollow_lists(hollow: Sequence[Leaf], samples: int) -> None:
 def unmet(batch: Any, path: str) -> InputError:
     """Return the error for a declared path that the walk over the batch did not reach.
 
-    Args:
-        batch: the batch.
-        path: the declared path.
-
-    Returns:
-        The error; it lists the paths of the batch, or says that the path lies inside another leaf.
-
     Examples:
         >>> print(unmet({"x": 1}, "y"))
         The batch has no part at the declared path 'y'. Pass one of its paths: 'x'.
@@ -126,13 +103,6 @@ def unmet(batch: Any, path: str) -> InputError:
 
 def listed_length(value: Any, path: str) -> int:
     """Return the number of entries of a part that is declared in `per_sample`.
-
-    Args:
-        value: the part.
-        path: its path.
-
-    Returns:
-        The number of its samples.
 
     Raises:
         InputError: when it is not a list, tuple, array or other object with a length and slices.
@@ -157,13 +127,6 @@ def listed_length(value: Any, path: str) -> int:
 def unknown(value: Any, path: str) -> SplitError:
     """Return the error for a part of unknown type, or for torch's PackedSequence.
 
-    Args:
-        value: the part.
-        path: its path.
-
-    Returns:
-        The error.
-
     Examples:
         >>> "The builtins.object at path 'graph'" in str(unknown(object(), "graph"))
         True
@@ -185,16 +148,7 @@ def unknown(value: Any, path: str) -> SplitError:
 
 
 def unsliceable(value: Any, path: str, error: Exception, *, ordered: bool = False) -> SplitError:
-    """Return the error for an array that its framework cannot slice or index with a list.
-
-    Args:
-        value: the array.
-        path: its path.
-        error: the exception of the framework.
-        ordered: True if the array was indexed with a list of samples.
-
-    Returns:
-        The error.
+    """Return the error for an array that its framework cannot slice, or cannot index with a list (`ordered`).
 
     Examples:
         >>> "(TypeError: no slices)" in str(unsliceable(memoryview(b""), "x", TypeError("no slices")))

@@ -94,14 +94,6 @@ def split(
 def sizes(batch: Any, samples: int, microbatch_size: int | TokenBudget) -> list[int]:
     """Return the number of samples of each micro-batch.
 
-    Args:
-        batch: the batch; a TokenBudget reads the lengths from it.
-        samples: the number of its samples.
-        microbatch_size: largest number of samples in a micro-batch, or a TokenBudget.
-
-    Returns:
-        The sizes; their sum is `samples`.
-
     Raises:
         InputError, SplitError: as `split`.
 
@@ -114,14 +106,6 @@ def sizes(batch: Any, samples: int, microbatch_size: int | TokenBudget) -> list[
 
 def packing_of(batch: Any, samples: int, microbatch_size: int | TokenBudget) -> Packing:
     """Return the assignment of samples to micro-batches.
-
-    Args:
-        batch: the batch; a TokenBudget reads the lengths from it.
-        samples: the number of its samples.
-        microbatch_size: largest number of samples in a micro-batch, or a TokenBudget.
-
-    Returns:
-        Order and sizes.
 
     Raises:
         InputError, SplitError: as `split`.
@@ -138,12 +122,7 @@ def packing_of(batch: Any, samples: int, microbatch_size: int | TokenBudget) -> 
 def cut_packed(planned: Plan, packed: Packing) -> list[Any]:
     """Cut a planned batch into the micro-batches of a packing.
 
-    Args:
-        planned: the batch (see `superbatch.batch.tree.plan`), planned with the budget's `trim`.
-        packed: order and sizes.
-
-    Returns:
-        The micro-batches.
+    The batch must be planned with the budget's `trim`.
 
     Raises:
         SplitError: when more than padding would be cut off, or an array cannot be cut like this.

@@ -11,12 +11,6 @@ def spread_rows(rows: int, count: int, turn: int, turns: int) -> list[int]:
     In a small batch every turn may return all rows. The list then begins at a different row in each turn, so
     the first part of the list still differs.
 
-    Args:
-        rows: number of rows in the batch.
-        count: how many to choose, at most `rows`.
-        turn: the turn, from 0 on.
-        turns: the number of turns.
-
     Examples:
         >>> spread_rows(100, 4, turn=0, turns=2), spread_rows(100, 4, turn=1, turns=2)
         ([0, 25, 50, 75], [37, 62, 87, 12])

@@ -153,12 +153,6 @@ class TokenBudget:
 def find_lengths(batch: Any) -> str:
     """Find the part of a batch that holds the lengths of its samples, by its name.
 
-    Args:
-        batch: any nested batch.
-
-    Returns:
-        Its path.
-
     Raises:
         InputError: when there is no such part, or two parts with the same name.
 

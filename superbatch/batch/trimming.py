@@ -21,14 +21,6 @@ Rows = Callable[[Any, Samples], Any]
 def trim_take(node: Any, path: str, rows: Rows) -> Take:
     """Return a function that cuts a padded array to the longest sample of a micro-batch.
 
-    Args:
-        node: an array of shape (samples, length, ...).
-        path: its path in the batch.
-        rows: function rows(array, samples) that returns these samples of an array.
-
-    Returns:
-        take(samples, longest).
-
     Examples:
         >>> trim_take(memoryview(b"abc"), "x", lambda node, samples: bytes(node))(range(3), None)
         b'abc'
@@ -48,15 +40,7 @@ def trim_take(node: Any, path: str, rows: Rows) -> Take:
 
 
 def check_trimmed(node: Any, path: str, *, packed: bool) -> int:
-    """Check that a part can be trimmed.
-
-    Args:
-        node: the part.
-        path: its path in the batch.
-        packed: True if it belongs to packed sequences.
-
-    Returns:
-        Its length, padding included.
+    """Check that a part can be trimmed, and return its length, padding included.
 
     Raises:
         InputError: when it is not an array of shape (samples, length, ...).
@@ -83,9 +67,6 @@ def check_trimmed(node: Any, path: str, *, packed: bool) -> int:
 
 def check_widths(widths: Mapping[str, int]) -> None:
     """Check that all trimmed parts are padded to the same length.
-
-    Args:
-        widths: the length of each, padding included, by path.
 
     Raises:
         InputError: when they differ, so one list of lengths cannot apply to all.

@@ -70,7 +70,7 @@ _STILL = (8 / 3, -5 / 3)
 
 
 class IndependenceTest:
-    """Running test over triples of windows, with a state of 18 numbers and at most two windows.
+    """Running test over triples of windows, with a state of 17 numbers and at most two windows.
 
     Args:
         means: means of d_1, d_2, e_1, e_2, in units of the scale.

@@ -295,10 +295,6 @@ def _of_data(squares: tuple[float, ...], data_size: int | None) -> tuple[float, 
 def worth(beta: float, count: int) -> float:
     """Return the equivalent number of equally weighted windows: (sum of weights)^2 / sum of their squares.
 
-    Args:
-        beta: decay factor of the weights.
-        count: number of windows.
-
     Examples:
         >>> worth(0.98, 0), round(worth(0.98, 50), 1), round(worth(0.98, 10**6), 1)
         (0.0, 46.1, 99.0)

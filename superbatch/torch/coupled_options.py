@@ -19,19 +19,7 @@ def check_coupled(
     participants: object,
     weight: object,
 ) -> None:
-    """Check the options of a loss whose samples are coupled.
-
-    Args:
-        loss_fn: a function from a batch to its loss.
-        microbatch_size: samples, ``"auto"`` or None.
-        rng: ``"microbatch"`` or ``"batch"``.
-        nonfinite: ``"raise"`` or ``"skip_update"``.
-        participants: the option of the user.
-        weight: a function from a rank's batch to its weight; None: the number of its samples.
-
-    Raises:
-        InputError: one of them has the wrong type or value.
-    """
+    """Raise InputError if an option of a loss whose samples are coupled has the wrong type or value."""
     # Required, because a user's own loop cannot compute a coupled loss one micro-batch at a time.
     if not callable(loss_fn):
         raise InputError(

@@ -18,12 +18,6 @@ def resolved(device: torch.device) -> torch.device:
     Tensors, autograd and generators name a device with its index, and
     ``torch.device("cuda") != torch.device("cuda:0")``.
 
-    Args:
-        device: a device with or without an index.
-
-    Returns:
-        The argument if it has an index.
-
     Raises:
         RuntimeError, AssertionError: this build of torch, or this machine, has no such device.
 
@@ -36,11 +30,7 @@ def resolved(device: torch.device) -> torch.device:
 
 
 def accelerators(models: Iterable[nn.Module], *others: Tensor | torch.device | None) -> list[torch.device]:
-    """Return each device that holds parameters or buffers, without the CPU.
-
-    Args:
-        models: the modules.
-        others: further tensors and devices; None is ignored.
+    """Return the devices of these models' parameters and buffers, and of `others`, without the CPU.
 
     Examples:
         >>> accelerators([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])
@@ -166,17 +156,12 @@ def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        # foreach kernels take lists of one device and one dtype.
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
 
 
 def copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors into others of the same shape, dtype and device, by one kernel per device and dtype.
-
-    Args:
-        targets: the tensors to copy into.
-        sources: the tensors to copy, in the same order.
 
     Examples:
         >>> targets = [torch.zeros(1), torch.zeros(2)]
@@ -235,5 +220,4 @@ def local_part(tensor: Tensor) -> Tensor:
         tensor([1., 1.])
     """
     part: Any = tensor
-    # to_local() makes no copy.
     return part.to_local() if hasattr(part, "to_local") else tensor

@@ -78,9 +78,6 @@ def numpy_memory(numpy_random: Any) -> bytes | None:
 
     The bytes do not include the second normal number that the generator may store.
 
-    Args:
-        numpy_random: the module ``numpy.random``.
-
     Examples:
         >>> import numpy
         >>> before = numpy_memory(numpy.random)
@@ -243,7 +240,7 @@ def plain_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 # -- the C library's heap ------------------------------------------------------------------------------------
 
-_BLOCK_BYTES = 2**25 - 2**16  # glibc learns from blocks of up to 32 MiB, including its own header
+_BLOCK_BYTES = 2**25 - 2**16  # glibc raises its threshold for blocks of up to 32 MiB with their headers
 
 
 def keep_freed_memory(devices: Iterable[torch.device]) -> None:
@@ -253,8 +250,7 @@ def keep_freed_memory(devices: Iterable[torch.device]) -> None:
     block freed so far. Each micro-batch then fetches the memory again page by page. glibc raises this
     threshold for freed blocks of up to 32 MiB, so this function allocates one such block and frees it
     untouched; afterwards glibc keeps up to 64 MiB. It takes microseconds, once per process, and no memory.
-    It has no effect if the user has set glibc's thresholds or uses another allocator. See
-    docs/decisions/0021.
+    It has no effect if the user has set glibc's thresholds or uses another allocator (docs/decisions/0021).
 
     Args:
         devices: devices of the training; without the CPU among them this is a no-op.

@@ -82,9 +82,6 @@ class EnteredOrLeft(Generic[T]):
     An interrupt before `__exit__` begins leaves the context entered, as in all of Python. The owner can then
     call `close`.
 
-    Args:
-        context: the context to enter once.
-
     Examples:
         >>> import contextlib, io
         >>> with EnteredOrLeft(contextlib.closing(io.StringIO())) as file:

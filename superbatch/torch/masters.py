@@ -153,10 +153,6 @@ def _rounds_to(master: Tensor, parameter: Tensor) -> bool:
 def masters_state(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor]) -> dict[str, Tensor] | None:
     """Return the masters to save, by the names of their parameters; None if there are none.
 
-    Args:
-        models: the accumulator's models.
-        masters: parameter -> master.
-
     Returns:
         The tensors themselves, as in a module's ``state_dict()``, without parameters that are their own
         master.
@@ -173,11 +169,6 @@ def masters_loader(
     models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor], saved: object
 ) -> Callable[[], None]:
     """Check saved masters and return a function that copies them into the present ones.
-
-    Args:
-        models: the accumulator's models.
-        masters: parameter -> master.
-        saved: from `masters_state`.
 
     Raises:
         InputError: the saved masters are of other parameters, shapes or dtypes, or one of them is not finite;

@@ -17,7 +17,6 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
         >>> list(parameters_of(nn.Linear(2, 3, bias=False)).items())[1]
         ('bias', None)
     """
-    # Private, because no public function returns the table itself.
     return module._parameters
 
 

@@ -57,7 +57,6 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
                 with suppress(RankError):  # raised if they cannot be reached; this rank's own error is raised
                     _sum(active=False, failed=True)  # the others wait in this exchange
                 raise
-        # One sum for both numbers.
         active, failed = _sum(active=not ended, failed=False)
         if failed:
             raise RankError(

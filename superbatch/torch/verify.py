@@ -115,18 +115,8 @@ def verify_sizes(
 ) -> Iterator[Verification]:
     """Yield the report of `verify` for several sizes of micro-batches.
 
-    Only the first size includes the check of the declared loss: the check cuts micro-batches further, so the
-    largest size finds the most.
-
-    Args:
-        model: as `verify`'s.
-        loss_fn: as `verify`'s.
-        batch: as `verify`'s.
-        sizes: sizes of micro-batches, the largest first.
-        reduction: as `verify`'s.
-        weight: as `verify`'s.
-        participants: as `verify`'s.
-        split: as `verify`'s.
+    Only the first size includes the check of the declared loss: the check cuts micro-batches further, so
+    pass the largest size first. All other options are those of `verify`.
     """
     declared = declare(reduction, weight)
     for index, size in enumerate(sizes):
@@ -180,7 +170,7 @@ def _request(
 
 
 def _check_split(request: Request) -> None:
-    # By the split itself, because a TokenBudget splits by lengths.
+    # Counted in the split itself, because a TokenBudget splits by lengths.
     parts = sizes(request.batch, request.samples, request.microbatch_size)
     if len(parts) < 2:
         raise InputError(

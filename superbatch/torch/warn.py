@@ -12,9 +12,6 @@ _INSIDE = ("superbatch", "torch", "contextlib", "functools")
 def warn(text: str) -> None:
     """Warn at the innermost line outside of superbatch and torch.
 
-    Args:
-        text: text of the `UserWarning`.
-
     Examples:
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")

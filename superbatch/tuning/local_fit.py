@@ -39,28 +39,15 @@ class LocalFit:
         self._value, self._slope = [value for value, _ in rows], [slope for _, slope in rows]
 
     def values(self, curve: Sequence[float]) -> list[float]:
-        """Return the fitted value at each point.
-
-        Args:
-            curve: one number per point.
-        """
+        """Return the fitted value at each point."""
         return _applied(self._value, curve)
 
     def slopes(self, curve: Sequence[float]) -> list[float]:
-        """Return the fitted slope at each point, per distance between neighbours.
-
-        Args:
-            curve: one number per point.
-        """
+        """Return the fitted slope at each point, per distance between neighbours."""
         return _applied(self._slope, curve)
 
     def residuals(self, curve: Sequence[float], values: Sequence[float]) -> list[float]:
-        """Return the residual at each point, scaled to the variance of the noise.
-
-        Args:
-            curve: one number per point.
-            values: the fitted values of the curve.
-        """
+        """Return the residual at each point, scaled to the variance of the noise."""
         residuals: list[float] = []
         for i, (first, weights) in enumerate(self._value):
             # The fit follows the noise of its own point: a residual has (1 - H_ii) of the noise's variance.
@@ -73,10 +60,6 @@ class LocalFit:
 def local_fit(points: int, half: int) -> LocalFit:
     """Return the fit for curves with this number of points, from a cache if possible.
 
-    Args:
-        points: number of points of the curve.
-        half: number of points that a fit uses on each side.
-
     Examples:
         >>> local_fit(20, 3) is local_fit(20, 3)
         True
@@ -86,12 +69,6 @@ def local_fit(points: int, half: int) -> LocalFit:
 
 def falling(curve: Sequence[float]) -> list[float]:
     """Return the non-increasing sequence nearest to a curve in squared distance (isotonic regression).
-
-    Args:
-        curve: one number per point.
-
-    Returns:
-        One number per point; rising neighbours are replaced by their mean.
 
     References:
         R. E. Barlow and others, 1972, Statistical Inference under Order Restrictions.

@@ -38,13 +38,6 @@ _WRONG: Mapping[tuple[str, str], str] = {
 def reason(optimizer: str, rule: str) -> str:
     """Return the reason for a rule.
 
-    Args:
-        optimizer: family of the optimizer.
-        rule: one of its rules.
-
-    Returns:
-        One to three sentences.
-
     Examples:
         >>> reason("adam", "keep")
         'As requested, the learning rate stays; the other settings follow their own rules.'
@@ -54,14 +47,7 @@ def reason(optimizer: str, rule: str) -> str:
 
 
 def wrong_rule(optimizer: str, rule: str) -> str:
-    """Return the reason why an optimizer has no such rule.
-
-    Args:
-        optimizer: family of the optimizer.
-        rule: a rule that is not for this family.
-
-    Returns:
-        A clause without capital or full stop, for an error text.
+    """Return the reason why an optimizer has no such rule, as a clause for an error text.
 
     Examples:
         >>> wrong_rule("sgd", "power")
@@ -75,16 +61,7 @@ def limits(
 ) -> list[str]:
     """Return the conditions under which a rule fails, with the numbers of this case.
 
-    Args:
-        optimizer: family of the optimizer.
-        rule: one of its rules.
-        kappa: the new batch over the old one.
-        ratio: noise over signal at the old batch; None if not known.
-        after: the new settings, by name.
-        over: the new rate over the best rate, which the rule ``"gain"`` gives.
-
-    Returns:
-        Sentences, the general ones last.
+    `over` is the new rate over the best rate, which the rule ``"gain"`` gives.
 
     Examples:
         >>> limits("sgd", "linear", 64, 16.0, {"lr": 6.4}, over=4.71)[0]

@@ -63,13 +63,7 @@ class MemoryCurve:
     error: float
 
     def at(self, samples: int) -> int:
-        """Return the peak memory of a micro-batch.
-
-        Args:
-            samples: samples of the micro-batch, at least 1.
-
-        Returns:
-            Bytes, rounded up.
+        """Return the peak memory of a micro-batch in bytes, rounded up.
 
         Examples:
             >>> fit_curve([(4, 40)]).at(8), fit_curve([(4, 40)]).at(1)
@@ -84,14 +78,7 @@ class MemoryCurve:
         return max(0, b0 + -(-(b1 - b0) * (samples - n0) // (n1 - n0)))
 
     def largest(self, limit: int, most: int) -> int:
-        """Return the largest micro-batch within a memory limit.
-
-        Args:
-            limit: largest peak in bytes.
-            most: largest size to consider.
-
-        Returns:
-            Samples, at most `most`; 0 if one sample exceeds the limit.
+        """Return the largest micro-batch within a memory limit, at most `most`; 0 if one sample exceeds it.
 
         Examples:
             >>> fit_curve([(1, 60), (2, 70)]).largest(50, most=8)
@@ -110,9 +97,6 @@ def fit_curve(points: Sequence[tuple[int, int]]) -> MemoryCurve:
     Args:
         points: (samples, bytes), in any order; samples at least 1. Of several points for one size the highest
             counts. A point below that of a smaller size is raised to it.
-
-    Returns:
-        The curve.
 
     Raises:
         InputError: there is no point, or a number of samples is not a positive int.
@@ -204,14 +188,9 @@ def _below(curve: MemoryCurve, points: Sequence[tuple[int, int]]) -> list[tuple[
 
 
 def halvings(largest: int, *, smallest: int = 1) -> list[int]:
-    """Return the sizes to time: the largest size, its half, its quarter and so on.
+    """Return the sizes to time, ascending: the largest size, its half, its quarter and so on, rounded up.
 
-    Args:
-        largest: the largest size, at least 1.
-        smallest: lower limit of the sizes; `largest` itself may be below it.
-
-    Returns:
-        The sizes, ascending; rounded up, as a near-equal split does.
+    `smallest` is the lower limit of all but `largest` itself.
 
     Raises:
         InputError: `largest` is not a positive int.
@@ -233,11 +212,7 @@ def time_per_sample(timings: Sequence[float]) -> float:
 
     Other processes on the machine can only add time, so the lower timings are more accurate.
 
-    Args:
-        timings: seconds per sample of micro-batches of one size, in order; at least one.
-
-    Returns:
-        Seconds per sample; a single timing is returned as it is.
+    A single timing is returned as it is.
 
     Examples:
         >>> time_per_sample([9.0, 1.2, 1.0, 5.0, 1.1, 1.3])
@@ -249,12 +224,6 @@ def time_per_sample(timings: Sequence[float]) -> float:
 
 def fastest(timings: Mapping[int, Sequence[float]]) -> int:
     """Return the fastest size, or a larger one that is slower by at most 3 %.
-
-    Args:
-        timings: seconds per sample of micro-batches, by size; at least one size with a timing.
-
-    Returns:
-        The size.
 
     Raises:
         InputError: there is no timing.
@@ -271,18 +240,11 @@ def fastest(timings: Mapping[int, Sequence[float]]) -> int:
 
 
 def next_trial(sizes: Sequence[int], timings: Mapping[int, Sequence[float]]) -> int | None:
-    """Return the size to time next.
+    """Return the size to time next; None if the search is over, whose result `fastest` returns.
 
     First, sizes are timed in the given order, a few times each, until two in a row are slower than the best
     by more than 3 %. Then the sizes within 10 % of the best are timed alternately, so that a disturbance of
     the machine affects all of them, until each has 12 timings after its first.
-
-    Args:
-        sizes: the sizes, in the order in which to try them.
-        timings: seconds per sample of micro-batches so far, by size, in order.
-
-    Returns:
-        The size; None if the search is over. Then `fastest` returns the result.
 
     Examples:
         >>> next_trial([32, 64], {}), next_trial([32, 64], {32: [2.0, 1.0, 1.0, 1.0]})

@@ -69,7 +69,6 @@ class CaffeOptimizer(Optimizer):
             "delta": config.delta,
             "weight_decay": config.weight_decay,
             "regularization_type": config.regularization_type,
-            # Limit of the norm of the mean gradient.
             "max_norm": _largest_norm(config, clip),
             "iteration": 0,
         }

@@ -13,16 +13,7 @@ from ..window.engine import Engine
 
 
 def check_common(accumulate: object, folder: object, generators: object) -> None:
-    """Check the arguments that both functions take.
-
-    Args:
-        accumulate: must have an engine.
-        folder: must be a path.
-        generators: must map names to random generators, or be None.
-
-    Raises:
-        InputError: one of them has another type.
-    """
+    """Raise InputError if an argument that both functions take has the wrong type."""
     if not isinstance(getattr(accumulate, "engine", None), Engine):
         raise InputError(
             f"accumulate is a {type(accumulate).__name__}. Pass the Accumulator or the WholeBatch."
@@ -40,16 +31,7 @@ def check_common(accumulate: object, folder: object, generators: object) -> None
 
 
 def check_saving(samples: object, extra: object, keep: object) -> None:
-    """Check the other arguments of `save_checkpoint`.
-
-    Args:
-        samples: must be a number of samples.
-        extra: must be a dict, or None.
-        keep: must be a positive number of checkpoints.
-
-    Raises:
-        InputError: one of them has another type or value.
-    """
+    """Raise InputError if another argument of `save_checkpoint` has the wrong type or value."""
     if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
         raise InputError(
             f"samples={samples!r} is not a number of samples. Pass the number of samples used so far, an int."

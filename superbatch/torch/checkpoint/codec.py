@@ -129,10 +129,6 @@ class Encoder:
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that `Encoder.encode` has converted.
 
-    Args:
-        value: the JSON value.
-        tensors: tensors by their names.
-
     Raises:
         CheckpointError: `Encoder.encode` did not make the JSON value.
 

@@ -49,11 +49,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as safetensors.
-
-    Args:
-        path: path of the file.
-        tensors: tensors on any device; each is written separately, even if some share memory.
+    """Write tensors of any device as safetensors, each separately, even if some share memory.
 
     Raises:
         OSError: the disk is full, or the file cannot be written.
@@ -116,10 +112,6 @@ def sums_of(folder: Path, names: list[str]) -> Sums:
 def check_sums(folder: Path, sums: Mapping[str, Any]) -> None:
     """Check that files have not changed since they were written.
 
-    Args:
-        folder: the folder of the files.
-        sums: from `sums_of`, perhaps read from JSON.
-
     Raises:
         CheckpointError: a file is missing or has changed.
     """
@@ -149,11 +141,7 @@ def digest_of_json(value: Any) -> str:
 
 
 def require_safetensors() -> None:
-    """Check that safetensors is installed.
-
-    Raises:
-        CheckpointError: it is not installed.
-    """
+    """Raise CheckpointError if safetensors is not installed."""
     _safetensors()
 
 

@@ -36,10 +36,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def next_paths(folder: Path, updates: int) -> tuple[Path, Path]:
     """Return the temporary path of the next checkpoint, and the final one.
 
-    Args:
-        folder: folder of the checkpoints.
-        updates: number of updates made.
-
     Examples:
         >>> [path.name for path in next_paths(Path("run"), 120)]
         ['.000001-update-120.writing', '000001-update-120']

@@ -14,10 +14,6 @@ _ALWAYS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return names of a model's state without the parts that DDP, torch.compile and checkpointing add.
 
-    Args:
-        model: the model with its wrappers.
-        names: names of its parameters, or keys of its state.
-
     Returns:
         Name -> plain name.
 

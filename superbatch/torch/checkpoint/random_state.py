@@ -18,10 +18,6 @@ from ..devices import accelerators, generator_of, generator_states
 def random_state(models: Sequence[nn.Module], generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
     """Return the states of torch's, Python's and NumPy's generators, and of the program's own.
 
-    Args:
-        models: the models, whose devices have generators.
-        generators: the program's own generators, by names.
-
     Examples:
         >>> sorted(random_state([], {"data": torch.Generator()}))
         ['devices', 'generators', 'numpy', 'python', 'torch']

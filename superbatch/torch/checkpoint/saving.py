@@ -159,7 +159,6 @@ def _finish(
     """Write the shared state and the head file, and rename the folder."""
     files.write_tensors(temporary / "state.safetensors", encoder.tensors)
     files.write_json(temporary / "state.json", shared)
-    # Flush the folder itself after the files in it.
     if (temporary / FOLDER).is_dir():
         files.flush(temporary / FOLDER)
     names = ["state.json", "state.safetensors", *(f"rank-{rank}.json" for rank in range(facts["ranks"]))]

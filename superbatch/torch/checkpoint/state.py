@@ -18,13 +18,7 @@ from .shards import placed
 
 
 def shared_state(config: Config, state: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that is equal on all ranks: models, optimizers, schedulers, scaler, float32 masters.
-
-    Args:
-        config: configuration of the windows.
-        state: state of the accumulator, which contains the masters.
-        extra: the program's own state.
-    """
+    """Return the state that all ranks share: models, optimizers, schedulers, scaler, float32 masters."""
     # With plain names a checkpoint loads with or without DDP and torch.compile.
     names = _names(config)
     return {
@@ -35,7 +29,6 @@ def shared_state(config: Config, state: Mapping[str, Any], extra: Mapping[str, A
         ],
         "schedulers": [{"kind": _kind(each), "state": each.state_dict()} for each in config.rule.schedulers],
         "scaler": None if config.rule.scaler is None else config.rule.scaler.state_dict(),
-        # By the plain names of their parameters.
         "masters": _by_plain_name(config, state["masters"]),
         "extra": dict(extra),
     }

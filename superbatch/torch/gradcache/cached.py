@@ -71,8 +71,7 @@ def cached_gradients(
             Micro-batches are moved to the device of their encoder. The micro-batches of a Window (`windows`)
             are taken as they are.
         microbatch_size: largest number of samples in a micro-batch, or a TokenBudget; for several encoders
-            also a mapping.
-            None only for a Window.
+            also a mapping. None only for a Window.
         models: every module that encoders and loss use; not needed if these are modules or their methods.
             For parameters outside of modules pass ``nn.ParameterList([p])``.
         unsplit: paths in the batch that every micro-batch gets unsplit; for several encoders each path begins
@@ -304,7 +303,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _check_agreement(losses: list[float]) -> None:
-    """Raise if the ranks have computed different losses; each back-propagates its part of a single loss."""
+    """Raise if the ranks have computed different losses, because each back-propagates its part of one."""
     # NaN is not an error here: it is returned as the loss.
     if any(not math.isclose(loss, losses[0], rel_tol=1e-3) for loss in losses if loss == loss):
         raise InputError(

@@ -258,11 +258,6 @@ def modules_of(*things: Any) -> list[nn.Module]:
 def all_models(encoders: Iterable[Encode], loss_fn: Any, models: Any) -> list[nn.Module]:
     """Return every module of a call: `models`, and the modules of the callables.
 
-    Args:
-        encoders: modules or functions.
-        loss_fn: the loss.
-        models: a module, several, or None if the encoders are modules or methods of modules.
-
     Returns:
         The modules, each once, without those that are parts of others.
 

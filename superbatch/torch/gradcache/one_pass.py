@@ -29,9 +29,6 @@ _CHOICES = (
 class OnePass:
     """Buffers before a pass over micro-batches, and changes after the first micro-batch.
 
-    Args:
-        models: the models with the buffers.
-
     Examples:
         >>> norm = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
         >>> buffers = OnePass([norm])

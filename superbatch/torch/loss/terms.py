@@ -292,12 +292,7 @@ class TermLosses:
 
 
 def returned_weights(config: Config, microbatches: list[Any]) -> list[Mapping[str, Number]]:
-    """Run `loss_fn` on each micro-batch without a graph, return its weights, and restore all state.
-
-    Args:
-        config: the accumulator's; it has a loss_fn.
-        microbatches: the micro-batches, on the host.
-    """
+    """Run `loss_fn` on each micro-batch without a graph, return its weights, and restore all state."""
     assert config.loss_fn is not None
     # Another keeper, because the window uses the accumulator's own.
     state, random = config.state.new_keeper(), RandomKeeper(config.random.devices)

@@ -269,11 +269,6 @@ def weigh_ahead(
 ) -> tuple[list[list[normalize.Number]], list[normalize.Number]]:
     """Return the weights of each term, and their totals over all ranks, with one all-reduce.
 
-    Args:
-        compute: computes the weights of each term.
-        terms: number of terms.
-        sync: the ranks that share the batch.
-
     Raises:
         InputError: a weight is not a finite number >= 0.
         RankError: another rank has failed.

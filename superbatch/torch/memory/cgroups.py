@@ -15,9 +15,6 @@ _UNLIMITED = 1 << 60
 def cgroup_limits(proc: Path) -> Iterator[Limit]:
     """Yield the memory that the control group of this process, and each group above it, may still use.
 
-    Args:
-        proc: path of the proc file system.
-
     Yields:
         A `Limit` for each group that has one.
 

@@ -100,11 +100,7 @@ class PeakMeter:
             self._before = _status() if resettable else None
 
     def stop(self) -> int | None:
-        """End the measurement.
-
-        Returns:
-            Peak bytes beyond those in use at `start`; None if they cannot be measured.
-        """
+        """End the measurement; return the peak bytes beyond those in use at `start`, None if unknown."""
         if self._device.type == "cuda":
             reserved = torch.cuda.memory_reserved(self._device)
             return reserved - self._allocated if reserved > self._reserved else None

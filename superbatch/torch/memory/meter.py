@@ -28,9 +28,6 @@ def peak_bytes(fn: Callable[[], object], *, device: torch.device | str = "cpu") 
             are: memory that a kernel allocates and frees inside one operation; storages made by
             ``torch.load``, ``copy.deepcopy`` or kernels compiled by ``torch.compile``.
 
-    Returns:
-        Bytes.
-
     Raises:
         InputError: the device is not a CPU or a CUDA device.
 

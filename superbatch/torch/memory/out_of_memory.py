@@ -59,9 +59,6 @@ _TYPES = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
 def out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out.
 
-    Args:
-        error: the error of a forward or backward.
-
     Returns:
         True for torch.OutOfMemoryError and Python's MemoryError. True for an error of torch if its text says
         that an allocator, a library's workspace or a driver has no memory. False for this library's own

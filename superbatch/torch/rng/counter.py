@@ -23,13 +23,7 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 
 
 def signed(word: int) -> int:
-    """Return the int64 that has the same 64 bits as ``word``.
-
-    Args:
-        word: any int; its low 64 bits count.
-
-    Returns:
-        A number from -2**63 to 2**63 - 1.
+    """Return the int64 that has the same low 64 bits as ``word``.
 
     Examples:
         >>> signed(2**64 - 1)
@@ -41,12 +35,6 @@ def signed(word: int) -> int:
 
 def mix(word: int) -> int:
     """Return splitmix64's finaliser of one Python int as an int64, for keys and strides.
-
-    Args:
-        word: any int; its low 64 bits count.
-
-    Returns:
-        A number from -2**63 to 2**63 - 1.
 
     Examples:
         >>> mix(1) != mix(2)
@@ -95,12 +83,6 @@ def positions(start: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
 def finalise(position: Tensor) -> Tensor:
     """Turn positions into random bits, in place; the upper bits are the most random.
 
-    Args:
-        position: int64 tensor; overwritten.
-
-    Returns:
-        The same tensor.
-
     Examples:
         >>> finalise(torch.tensor([1, 2])).tolist() == finalise(torch.tensor([1, 2])).tolist()
         True
@@ -111,14 +93,7 @@ def finalise(position: Tensor) -> Tensor:
 
 
 def below(bits: Tensor, p: float) -> Tensor:
-    """Return true with probability ``p`` (to 2**-63).
-
-    Args:
-        bits: from `finalise`.
-        p: from 0 to 1.
-
-    Returns:
-        A bool tensor.
+    """Return a bool tensor, true with probability ``p`` (to 2**-63), from the bits of `finalise`.
 
     Examples:
         >>> below(torch.tensor([-(2**63), 0, 2**63 - 1]), 0.5).tolist()
@@ -129,15 +104,7 @@ def below(bits: Tensor, p: float) -> Tensor:
 
 
 def uniform(bits: Tensor, dtype: torch.dtype, *, open: bool = False) -> Tensor:
-    """Return numbers of [0, 1), equally spaced with as many binary digits as ``dtype`` has.
-
-    Args:
-        bits: from `finalise`.
-        dtype: float64, float32, float16 or bfloat16.
-        open: leave out 0 (for logarithms).
-
-    Returns:
-        A tensor of that dtype.
+    """Return numbers of [0, 1), or (0, 1) if `open`, equally spaced with the binary digits of ``dtype``.
 
     Examples:
         >>> uniform(torch.tensor([-(2**63), 0]), torch.float32).tolist()
@@ -154,12 +121,7 @@ def uniform(bits: Tensor, dtype: torch.dtype, *, open: bool = False) -> Tensor:
 def normal(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return standard normal numbers (Box-Muller: ``sqrt(-2 log u) cos(2 pi v)``).
 
-    Args:
-        bits: from `finalise`.
-        dtype: float64, float32, float16 or bfloat16; the last two are computed in float32.
-
-    Returns:
-        A tensor of that dtype.
+    float16 and bfloat16 are computed in float32.
 
     Examples:
         >>> normal(finalise(torch.arange(4)), torch.float32).shape
@@ -174,15 +136,7 @@ def normal(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def integers(bits: Tensor, low: int, high: int) -> Tensor:
-    """Return integers of ``low <= i < high``, uniform to ``(high - low) / 2**63``.
-
-    Args:
-        bits: from `finalise`.
-        low: the smallest.
-        high: one above the largest; at most 2**63 values.
-
-    Returns:
-        An int64 tensor.
+    """Return integers of ``low <= i < high``, uniform to ``(high - low) / 2**63``; at most 2**63 values.
 
     Examples:
         >>> set(integers(finalise(torch.arange(100)), 3, 5).tolist())

@@ -152,7 +152,6 @@ class _Stream(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # The usual case: the operation is not random.
         if not _is_random(func):
             return func(*args, **kwargs)
         named = _bind(func, args, kwargs)

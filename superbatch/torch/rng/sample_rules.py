@@ -262,12 +262,6 @@ _WHY = {
 def refusal(op: str) -> InputError:
     """Return the error for a random operation without a rule.
 
-    Args:
-        op: name of the operation.
-
-    Returns:
-        The error to raise.
-
     Examples:
         >>> str(refusal("aten.randperm.default"))[:44]
         'aten.randperm.default cannot be drawn sample'

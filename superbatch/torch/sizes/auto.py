@@ -38,7 +38,7 @@ from .trials import SizeHistory
 
 Mode = Literal["fastest", "largest"]
 
-# Share of the available memory that is left free; measured errors of the largest size were smaller.
+# Share of the available memory that is left free; measured errors of the estimates were smaller.
 MARGINS: dict[Mode, float] = {"largest": 0.005, "fastest": 0.05}
 
 # Seconds between readings of the free memory. One takes about 0.2 ms, which is negligible at this rate.

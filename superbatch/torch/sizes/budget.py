@@ -26,7 +26,7 @@ LEAST_MARGIN = 2**19
 # Memory that kernels, threads and libraries allocate at their first use; predictions do not include it.
 AT_FIRST = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
 
-# A heap that holds freed memory is fragmented, and may need a multiple of the tensors' bytes. Up to 2.5 times
+# A heap that holds freed memory is fragmented, and may need a multiple of the tensors' bytes. Up to 2.9 times
 # was measured with glibc's malloc, whose mmap threshold is dynamic. This cannot be predicted, so measurements
 # are not used. With MALLOC_MMAP_THRESHOLD_=65536 there are no holes.
 HOLES = 3.0
@@ -67,9 +67,7 @@ class MemoryBudget:
         self._state = 0  # bytes of optimizer state that does not exist yet
         self._state_is_new = False  # the state exists, but the limit was not read since
         self._kept_gradients = 0  # bytes of the last window's gradients, which are kept until the next window
-        self._measured_kernel_bytes: list[
-            int
-        ] = []  # bytes that each new size below the largest keeps, for its kernels
+        self._measured_kernel_bytes: list[int] = []  # kept for kernels by each new size below the largest
         self._holed = False
         self._share = 1.0  # share of the total that may be used
         self._calm = 0  # windows since the last retry
@@ -216,13 +214,7 @@ class MemoryBudget:
 
     @contextmanager
     def measured(self, history: SizeHistory, samples: int, *, first: bool) -> Iterator[None]:
-        """Measure the memory of one micro-batch inside the context.
-
-        Args:
-            history: history of its shape, which receives the result.
-            samples: number of its samples.
-            first: it is the first one of its window.
-        """
+        """Measure one micro-batch (`first`: of its window) inside the context, and record its memory."""
         instruments, fresh = self._instruments, samples not in history.runs
         if cleaned := history.runs.get(samples, 0) < _CLEANED:
             instruments.clean()
@@ -258,11 +250,6 @@ class MemoryBudget:
 
         Two measurements give the curve. The first micro-batch of a window is not measured, because it also
         makes the gradients.
-
-        Args:
-            history: history of its shape.
-            samples: number of its samples.
-            first: it is the first one of its window.
         """
         ledger = Ledger(self._device, rounded=64)
         with ledger:

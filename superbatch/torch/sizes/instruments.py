@@ -54,13 +54,6 @@ class Instruments:
 def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -> Instruments:
     """Return the instruments of a device.
 
-    Args:
-        device: device of the models.
-        predict: function that predicts a peak, as in `Instruments`.
-
-    Returns:
-        The instruments.
-
     Examples:
         >>> instruments = instruments_for(torch.device("cpu"), lambda microbatch, samples: None)
         >>> start = instruments.now()

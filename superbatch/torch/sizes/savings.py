@@ -36,12 +36,7 @@ def savings(
 
     Each option is predicted alone; together they may save less than the sum.
 
-    Args:
-        loss_fn: as in `predict_peak`.
-        microbatch: as in `predict_peak`.
-        models: as in `predict_peak`.
-        optimizers: as in `predict_peak`.
-        options: the other arguments of `predict_peak`.
+    The arguments are those of `predict_peak`.
 
     Returns:
         The options that save 1 % of the peak or more, the largest saving first.
@@ -84,9 +79,6 @@ def savings(
 
 def repeated_blocks(models: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the repeated blocks of a model: sibling modules of one class that have submodules.
-
-    Args:
-        models: any modules.
 
     Returns:
         The group of blocks with the most parameters; empty if there is none.

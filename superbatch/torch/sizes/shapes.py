@@ -17,10 +17,6 @@ Signature = tuple[tuple[str, tuple[int, ...]], ...]
 def signature(batch: Any, samples: int) -> Signature:
     """Describe one sample of a batch.
 
-    Args:
-        batch: any nested batch.
-        samples: number of its samples.
-
     Returns:
         For each array its dtype and the shape of one sample. Some arrays have no entry per sample, such as
         tokens of packed sequences: their length is divided by the number of samples and rounded up.
@@ -57,10 +53,6 @@ def signature(batch: Any, samples: int) -> Signature:
 def covers(measured: Signature, wanted: Signature) -> bool:
     """Return whether samples of a measured shape need at least as much memory as samples of another shape.
 
-    Args:
-        measured: signature that was measured.
-        wanted: signature of the next batch.
-
     Returns:
         True if both have the same arrays, and no dimension exceeds the measured one.
 
@@ -80,13 +72,7 @@ def covers(measured: Signature, wanted: Signature) -> bool:
 
 
 def volume(shape: Signature) -> int:
-    """Return the number of elements of one sample.
-
-    Args:
-        shape: a signature.
-
-    Returns:
-        Number of elements in all arrays together.
+    """Return the number of elements of one sample, in all arrays together.
 
     Examples:
         >>> volume((("torch.int64", (7,)), ("torch.float32", ())))

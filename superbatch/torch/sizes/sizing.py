@@ -24,7 +24,7 @@ class Sizing:
     each window that fails, so that a size that never fits is rarely tried.
 
     Attributes:
-        measures: `measure` measures, so `sizes_of_rest` may change the sizes.
+        measures: micro-batches are measured, so `sizes_of_rest` may change the sizes.
         most_samples: largest number of samples of a micro-batch after memory ran out; None: no such limit.
         learns: `closed` must be called at the end of the window. It is an attribute, not a property, because
             each window reads it.
@@ -128,10 +128,6 @@ def sizing_state(sizing: Sizing, of_windows: Sizing) -> dict[str, Any]:
 
 def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
     """Load the saved sizes into a sizing; return the sizing for windows of given micro-batches.
-
-    Args:
-        state: state of an accumulator.
-        sizing: sizes of a batch's micro-batches.
 
     Raises:
         InputError: the sizes in the state cannot be read; `sizing` is unchanged.

@@ -4,7 +4,7 @@ Bytes are counted from the beginning of a window, when there are no gradients ye
 at that point, once all optimizer state exists; `needed` is what a micro-batch needs of it. Every measured
 micro-batch gives both numbers:
 
-    first of a window:  needed = measured + gradients that its successors find   total = free
+    first of a window:  needed = measured + gradients that do not exist yet      total = free
     a later one:        needed = measured + gradients                            total = free + gradients
 """
 
@@ -25,7 +25,7 @@ _UNMEASURED = 0.5
 _MEASURED = 0.6
 
 # The next trial goes this share of the way from the largest measured size to the limit. It goes all the way
-# if less than _NEAR of the total is left; or, above _FAR, if the measurements rise as predicted to _STRAIGHT.
+# if less than _NEAR of the total is left, or if over _FAR is in use and the slope errs by at most _STRAIGHT.
 _STRIDE = 0.75
 _NEAR = 0.15
 _FAR = 0.35
@@ -81,10 +81,6 @@ class SizeHistory:
     @classmethod
     def predicted(cls, peaks: Sequence[Peak], how: How) -> SizeHistory:
         """Return a history with predicted peaks only.
-
-        Args:
-            peaks: predicted peaks of at least one size.
-            how: kind of the prediction.
 
         Examples:
             >>> peak = Peak(

@@ -90,10 +90,6 @@ class Batches:
 def keep_position(batches: Any, undo: ExitStack) -> None:
     """Record the position of a loader, and restore it when `undo` is closed.
 
-    Args:
-        batches: the user's batches.
-        undo: ExitStack that restores the position when it is closed.
-
     Examples:
         >>> import torch
         >>> from torch.utils.data import DataLoader

@@ -21,10 +21,6 @@ class OptionSetter:
     of a warm-up), the initial rates of schedulers give the ratios; without those all groups get the same
     value.
 
-    Args:
-        optimizers: optimizers with the groups.
-        what: the option.
-
     Attributes:
         ratios: ratio of each group to the one with the largest value.
 
@@ -63,10 +59,6 @@ class OptionSetter:
 
 def range_of(optimizers: Sequence[Optimizer], what: What) -> tuple[float, float]:
     """Return the default range of an option.
-
-    Args:
-        optimizers: surveyed optimizers.
-        what: the option.
 
     Returns:
         First and last value. For learning rates 1e-6 and 10 with SGD, whose update is rate times gradient;

@@ -111,12 +111,7 @@ def rescale(
 
 
 def family_of(optimizer: Optimizer, group: Mapping[str, Any], rule: Rule | None = None) -> Family:
-    """Return the family of rules for a parameter group.
-
-    Args:
-        optimizer: any optimizer.
-        group: one of its groups.
-        rule: requested rule, which determines the family of an unknown optimizer.
+    """Return the family of rules for a parameter group; `rule` determines that of an unknown optimizer.
 
     Returns:
         ``"sgd"``, ``"adam"``, or ``"adamw"`` with decoupled weight decay.
@@ -142,12 +137,6 @@ def change_betas(optimizer: Optimizer, group: dict[str, Any], *, beta1: float, b
     After a change this divisor differs by the factor ``(1 - new ** updates) / (1 - old ** updates)``. Early
     in training the next steps would be several times too long or too short. So the state is multiplied by
     this factor.
-
-    Args:
-        optimizer: Adam or AdamW.
-        group: one of its groups.
-        beta1: new first beta.
-        beta2: new second beta.
 
     Returns:
         Functions that make the changes and cannot fail.
@@ -184,11 +173,6 @@ def change_betas(optimizer: Optimizer, group: dict[str, Any], *, beta1: float, b
 def set_number(holder: Any, name: str, value: float) -> None:
     """Set an entry of a parameter group; a tensor (with ``capturable``) is set in place.
 
-    Args:
-        holder: parameter group.
-        name: name of the entry.
-        value: new value.
-
     Examples:
         >>> import torch
         >>> group = {"lr": torch.tensor(0.1)}
@@ -203,10 +187,7 @@ def set_number(holder: Any, name: str, value: float) -> None:
 
 
 def schedulers_of(scheduler: Any) -> list[Any]:
-    """Return schedulers, and the schedulers that they contain.
-
-    Args:
-        scheduler: a scheduler, a list of them, or None.
+    """Return a scheduler, or each of a list (None: none), with the schedulers that they contain.
 
     Examples:
         >>> schedulers_of(None)
