@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..results.survey import What
 
 LEAST_UPDATES = 12
-"""Fewest points of a survey; suggestions leave out the first 5 and the last 3 of them."""
+"""Fewest points of a survey. Suggestions need 16: they leave out the first 5 and the last 3."""
 
 
 def exponential(low: float, high: float, updates: int) -> tuple[float, ...]:
@@ -38,8 +38,8 @@ def exponential(low: float, high: float, updates: int) -> tuple[float, ...]:
     """
     if isinstance(updates, bool) or not isinstance(updates, int) or updates < LEAST_UPDATES:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller may not be typed)
         raise InputError(
-            f"updates={updates!r} is too small: suggestions leave out the first 5 points and the last 3. "
-            f"Pass at least {LEAST_UPDATES}; 100 is usual."
+            f"updates={updates!r} is not an int of at least {LEAST_UPDATES}. Pass at least 16, the fewest for "
+            "suggestions; 100 is usual."
         )
     ends: list[Any] = [low, high]
     numbers = all(isinstance(end, Real) and end is not True for end in ends)  # False fails 0 < low
