@@ -56,8 +56,8 @@ def test_axis_round_trip(m: float) -> None:
         (1.0, 1.0, 100, "not increasing positive numbers"),
         (1e-3, math.inf, 100, "not increasing positive numbers"),
         (math.nan, 1.0, 100, "not increasing positive numbers"),
-        (1e-3, 1.0, 11, "an int of at least 12\. Pass at least 16"),
-        (1e-3, 1.0, True, "an int of at least 12\. Pass at least 16"),
+        (1e-3, 1.0, 11, r"an int of at least 12\. Pass at least 16"),
+        (1e-3, 1.0, True, r"an int of at least 12\. Pass at least 16"),
     ],
 )
 def test_an_invalid_ramp_is_refused(low: float, high: float, updates: int, message: str) -> None:

@@ -376,7 +376,7 @@ def test_progress_ends_at_100_percent() -> None:
     ("changes", "message"),
     [
         ({"repeats": 0}, "repeats=0"),
-        ({"updates": 5}, "an int of at least 12\. Pass at least 16"),
+        ({"updates": 5}, r"an int of at least 12\. Pass at least 16"),
         ({"dtype": "float16"}, "dtype='float16' is not supported"),
         ({"learning_rate": -1.0}, "is not positive"),
         ({"optimizer": "lion"}, "does not offer it"),

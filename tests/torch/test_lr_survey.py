@@ -473,7 +473,7 @@ def test_a_survey_in_a_window_is_refused() -> None:
     ("options", "message"),
     [
         ({"what": "rate"}, "what='rate'"),
-        ({"updates": 5}, "an int of at least 12\. Pass at least 16"),
+        ({"updates": 5}, r"an int of at least 12\. Pass at least 16"),
         ({"low": 1.0, "high": 0.1}, "not increasing positive numbers"),
     ],
 )
