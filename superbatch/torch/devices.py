@@ -78,11 +78,7 @@ def module_of(device: torch.device) -> Any:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed a device's default generator during the block, and restore its state afterwards.
-
-    Args:
-        device: the generator's device.
-        seed: an int below 2**63.
+    """Seed a device's default generator with an int below 2**63 during the block, then restore its state.
 
     Examples:
         >>> draws = []

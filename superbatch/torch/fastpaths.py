@@ -93,7 +93,7 @@ def numpy_memory(numpy_random: Any) -> bytes | None:
 
 
 def plain_numpy_memory(numpy_random: Any) -> bytes | None:
-    """Return the same bytes from the public state, which NumPy builds number by number."""
+    """Return the bytes of `numpy_memory` from the public state, which NumPy builds number by number."""
     state = numpy_random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
         return None
@@ -124,7 +124,7 @@ def python_memory() -> tuple[bytes, float | None] | None:
 
 
 def plain_python_memory() -> tuple[bytes, float | None] | None:
-    """Return the same values from the public state, which Python builds number by number."""
+    """Return the values of `python_memory` from the public state, which Python builds number by number."""
     _, (*state, index), gauss_next = random.getstate()
     return bytes((ctypes.c_uint32 * _PYTHON_WORDS)(index, *state)), gauss_next
 

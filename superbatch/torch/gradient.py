@@ -89,7 +89,6 @@ class Gradient:
         sync: SyncOption = "auto",
     ) -> None:
         options = Options(
-            # Without loss_fn there is no function to try sizes with.
             microbatch_size=_size(microbatch_size, loss_fn),
             reduction=reduction,
             weight=weight,

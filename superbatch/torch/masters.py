@@ -168,7 +168,7 @@ def masters_state(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor])
 def masters_loader(
     models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor], saved: object
 ) -> Callable[[], None]:
-    """Check saved masters and return a function that copies them into the present ones.
+    """Check masters saved by `masters_state`; return a function that copies them into the present ones.
 
     Raises:
         InputError: the saved masters are of other parameters, shapes or dtypes, or one of them is not finite;

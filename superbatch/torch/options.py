@@ -165,4 +165,4 @@ def _paths(paths: object, name: str) -> tuple[str, ...]:
     raise InputError(f'{name}={paths!r} is not a list of paths. Pass {name}=["path"].')
 
 
-NOT_DECLARED = Split()  # a batch of tensors alone
+NOT_DECLARED = Split()  # the default rules apply to every part of the batch

@@ -153,12 +153,7 @@ def _no_labels(labels: Tensor, wrong: str) -> InputError:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A weight whose total over a batch has a lower bound.
-
-    Attributes:
-        minimum: lower bound of the total.
-        weight: as the ``weight=`` option.
-    """
+    """A ``weight=`` option whose total over a batch is at least `minimum`."""
 
     minimum: float
     weight: Weight | Literal["returned"] | None

@@ -135,7 +135,7 @@ class CaffeOptimizer(Optimizer):
 
 
 def _largest_norm(config: SolverConfig, clip: Clip) -> float | None:
-    """Return the largest norm of the mean gradient; None: it is not clipped."""
+    """Return the limit of the norm of the mean gradient; None if it is not clipped."""
     if config.clip_gradients < 0:
         return None
     # Caffe clips the sum over iter_size micro-batches before it divides: sgd_solver.cpp:115-118.

@@ -34,7 +34,7 @@ def sgd(gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, Any], 
 def nesterov(
     gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, Any], iteration: int
 ) -> Tensor:
-    """Nesterov's momentum: step back, then over step."""
+    """Nesterov's momentum: subtract mu times the old buffer, add 1 + mu times the new one."""
     # Before the buffer changes, because this needs its old value.
     back = history["history"] * -group["momentum"]
     history["history"].mul_(group["momentum"]).add_(gradient, alpha=group["lr"])

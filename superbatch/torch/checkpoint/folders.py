@@ -99,7 +99,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def keep_last(folder: Path, count: int) -> None:
-    """Delete all checkpoints of a folder except the last ones.
+    """Delete all checkpoints of a folder except the last `count`.
 
     Examples:
         >>> keep_last(Path("no such folder"), 3)

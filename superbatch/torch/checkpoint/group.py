@@ -23,7 +23,7 @@ class Group:
     Attributes:
         rank: index of this process.
         count: number of ranks.
-        gather: returns the message of each rank, in their order.
+        gather: returns the messages of all ranks, in rank order.
     """
 
     rank: int

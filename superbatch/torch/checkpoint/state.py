@@ -152,7 +152,7 @@ def _names(config: Config) -> dict[Tensor, str]:
 
 
 def _plain_master_names(config: Config) -> dict[str, str]:
-    """Return for each master: name in the accumulator's state -> plain name."""
+    """Return the plain name of each master, by its name in the accumulator's state."""
     found: dict[str, str] = {}
     for number, model in enumerate(config.models):
         names = [name for name, _ in model.named_parameters()]

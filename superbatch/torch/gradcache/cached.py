@@ -140,7 +140,7 @@ class _Call:
 
     def run(self) -> Tensor:
         """Run all passes; after an error everything is as before."""
-        # Recorded before anything changes, for an error.
+        # Recorded before anything changes, to restore it after an error.
         before, buffers = Replay(self._devices), OnePass(self._models)
         before.record()
         self._gradients = NewGradients(self._models)
@@ -303,7 +303,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _check_agreement(losses: list[float]) -> None:
-    """Raise if the ranks have computed different losses, because each back-propagates its part of one."""
+    """Raise if the losses of ranks differ, because each rank back-propagates its part of a single loss."""
     # NaN is not an error here: it is returned as the loss.
     if any(not math.isclose(loss, losses[0], rel_tol=1e-3) for loss in losses if loss == loss):
         raise InputError(

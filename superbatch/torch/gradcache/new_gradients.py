@@ -20,9 +20,6 @@ from ..window.sync.sync import Sync
 class NewGradients:
     """Removes earlier gradients from ``.grad``; at the end new gradients are added to them, or discarded.
 
-    Args:
-        models: the models, whose parameters get gradients.
-
     Raises:
         OptimizerError: a hook steps a parameter inside the backward.
 
@@ -107,9 +104,6 @@ def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
     Args:
         roots: results of a forward, with a graph. Leaves hidden inside a reentrant checkpoint or a custom
             autograd function are not found.
-
-    Returns:
-        The leaves, in the order of the search through the graph.
 
     Examples:
         >>> layer = nn.Linear(2, 1)

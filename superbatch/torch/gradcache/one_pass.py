@@ -131,13 +131,7 @@ def _refusal(path: str, buffer: Tensor, where: str) -> CoupledSamplesError:
 
 
 def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
-    """Raise if a module would normalise with statistics of its input.
-
-    Args:
-        models: the models, in the mode (train or eval) of the forward.
-
-    Raises:
-        CoupledSamplesError: a module would do so; the error names it and the options.
+    """Raise CoupledSamplesError if a module, in its present mode, normalises with statistics of its input.
 
     Examples:
         >>> refuse_batch_statistics([nn.BatchNorm1d(2).eval(), nn.GroupNorm(1, 2)])

@@ -60,7 +60,7 @@ class WindowWeights(Protocol):
         """Return the micro-batches in the sum whose losses are NaN or infinite."""
         ...
 
-    # `over_ranks` exchanges these with other numbers, and the result is passed to `result`.
+    # `over_ranks` adds these up over the ranks, and the totals are passed to `result`.
     def sums(self, losses: Any, dropped: list[int]) -> list[Sum]:
         """Return the sums of losses and weights on this rank."""
         ...

@@ -239,11 +239,7 @@ def _form(value: object) -> str:
 
 
 class TermLosses:
-    """Losses of all terms, by micro-batch; `Losses` is the class for a single loss.
-
-    Args:
-        names: names of the terms.
-    """
+    """Losses of all terms, by micro-batch; `Losses` is the class for a single loss."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._of = {name: Losses() for name in names}

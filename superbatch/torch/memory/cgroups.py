@@ -26,7 +26,6 @@ def cgroup_limits(proc: Path) -> Iterator[Limit]:
     for directory, version in _groups(proc):
         names = _NAMES[version]
         most = _read_number(directory / names[0])
-        # Version 1 writes a number near 2**63 if there is no limit.
         if most is None or most >= _UNLIMITED:
             continue
         used = _read_number(directory / names[1])

@@ -66,9 +66,6 @@ class PeakMeter:
 
     `start` and `stop` take about 0.1 ms on the CPU, and do not wait for a GPU.
 
-    Args:
-        device: one device.
-
     Raises:
         InputError: the device is not a CPU or a CUDA device.
 
@@ -128,7 +125,7 @@ def free_in_heap() -> int:
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33 on
     if mallinfo2 is None:
         return 0
-    # Without it ctypes would read an int.
+    # Without restype ctypes would read an int.
     mallinfo2.restype = _Mallinfo2
     return int(mallinfo2().fordblks)
 

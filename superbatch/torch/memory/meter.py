@@ -1,7 +1,7 @@
 """Peak memory of a function call, counted the same way on every machine.
 
 * CPU: a `Ledger`, because torch has no public counter. (``torch.distributed._tools.MemTracker`` is private,
-  needs the distributed package and hooks modules.)
+  needs the distributed package, and adds hooks to modules.)
 * CUDA: torch's own allocator statistics.
 """
 

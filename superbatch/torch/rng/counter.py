@@ -61,9 +61,6 @@ def positions(start: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
         shape: shape of the result; no dimension is 0.
         axis: the dimension of ``start``.
 
-    Returns:
-        int64 tensor of that shape, on the device of ``start``.
-
     Examples:
         >>> positions(torch.tensor([10, 20]), (2, 1), axis=0).tolist()
         [[10], [20]]

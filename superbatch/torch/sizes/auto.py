@@ -41,10 +41,10 @@ Mode = Literal["fastest", "largest"]
 # Share of the available memory that is left free; measured errors of the estimates were smaller.
 MARGINS: dict[Mode, float] = {"largest": 0.005, "fastest": 0.05}
 
-# Seconds between readings of the free memory. One takes about 0.2 ms, which is negligible at this rate.
+# Seconds between readings of the free memory. One takes less than 1 ms, which is negligible at this rate.
 _EVERY = 0.1
 _MOST_SIZES = 64  # number of sizes that are measured at their first run, regardless of the interval
-_ENOUGH = 0.75  # share of a trial's samples with which its time per sample is measured
+_ENOUGH = 0.75  # least share of the size to try with which its time per sample may be measured
 
 
 class AutoSize(Sizing):
@@ -140,7 +140,7 @@ class AutoSize(Sizing):
             agree: function from the size found here to the one that all ranks use; None: each uses its own.
         """
         history = self._history = self._find(batch, samples)
-        # Reading the limit takes 0.2 ms, so it is read at each window only while sizes are tried.
+        # Reading the limit takes time, so it is read at each window only while sizes are tried.
         if not self._is_steady(history) or self._is_due():
             self._budget.read_again(history, self._histories.values())
         self._samples, self._index = samples, 0

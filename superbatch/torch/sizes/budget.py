@@ -105,7 +105,7 @@ class MemoryBudget:
         return history.largest
 
     def with_new(self, history: SizeHistory, sizes: Sequence[int]) -> int:
-        """Return the largest of these sizes if it fits beside the memory of new sizes; else a smaller one."""
+        """Return the largest of these sizes if it fits beside what new sizes keep; else a smaller one."""
         keep = sum(self._kept_by_next_run(history, size) for size in set(sizes))
         if history.demand().at(max(sizes)) + keep <= self._usable_by_known_sizes():
             return max(sizes)

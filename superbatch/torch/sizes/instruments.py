@@ -60,7 +60,7 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
         >>> instruments.seconds(start, instruments.now()) >= 0, instruments.limit().bytes > 0
         (True, True)
     """
-    # Functions, because the limit is read again for each measurement.
+    # A function, because the limit is read again for each measurement.
     limit, meter = (lambda: memory_limit(device)), PeakMeter(device)
     if device.type != "cuda":
         return Instruments(
@@ -74,7 +74,7 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
             holes=free_in_heap,
         )
 
-    # Not run on a GPU.
+    # Not yet tested on a GPU.
     def now() -> torch.cuda.Event:
         # An event on the stream: reading the time does not wait for the device.
         event = torch.cuda.Event(enable_timing=True)

@@ -66,7 +66,6 @@ def savings(
 
     now = predict()
     found = [
-        # Each option alone is compared with the present peak, because they may overlap.
         *_checkpoints(predict, models, now),
         *_narrow_sums(predict, models, options, now),
         *_in_momentum(predict, optimizers, options, now),

@@ -180,7 +180,7 @@ class SizeHistory:
         if first and samples <= max(exact, default=0):
             return
         needed = peak - kept + (self.missing(samples) if first else self.gradients)
-        # The first two runs of a size may need extra memory and are replaced; afterwards the maximum counts.
+        # The second run replaces the first, which may need extra memory; afterwards the maximum counts.
         self.needed[samples] = max(needed, self.needed.get(samples, 0)) if runs > 2 else needed
         if first:
             self.rough.add(samples)

@@ -114,7 +114,7 @@ def lr_survey(
         undo.callback(stream.close)
         for point, value in enumerate(sweep.values):
             batch = stream.take()
-            # The loss is that before the step, so a point shows the effect of the rates before its own.
+            # The loss is that before the step, so a point shows the effect of the values of earlier points.
             setter.set(value)
             proceed = _point(engine.update, batch, sweep, skipped, point)
             progress(point + 1, updates)

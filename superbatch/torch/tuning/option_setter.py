@@ -72,7 +72,6 @@ def range_of(optimizers: Sequence[Optimizer], what: What) -> tuple[float, float]
     """
     if what != "lr":
         return RANGES[what]
-    # Adam's step is about as large as the rate, SGD's is rate times gradient.
     return (1e-6, 10.0) if all(isinstance(optimizer, SGD) for optimizer in optimizers) else (1e-7, 1.0)
 
 

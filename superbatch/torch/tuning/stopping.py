@@ -155,7 +155,7 @@ def _update(optimizer: Optimizer, parameters: list[Tensor], gradients: list[Tens
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     try:
-        # After an error in step() too: the next backward would add to a gradient that is left.
+        # Gradients are removed after an error too; otherwise the next backward would add to them.
         optimizer.step()
     finally:
         optimizer.zero_grad(set_to_none=True)
