@@ -29,13 +29,10 @@ Holds = Callable[[Problem], bool]
 def find_remedy(
     evaluation: Evaluation, found: ContradictedError, holds: Holds, others: Sequence[Plan]
 ) -> Contradiction:
-    """Find the declaration that holds for a loss.
+    """Find the declaration that holds for a loss, in place of the wrong one of `evaluation`.
 
-    Args:
-        evaluation: evaluation of the problem with the wrong declaration.
-        found: evidence against the declaration.
-        holds: returns whether another declaration passes an informative check.
-        others: the other micro-batches; a weight must explain each of them.
+    `holds` returns whether another declaration passes an informative check. A weight must also explain the
+    `others`, further micro-batches.
     """
     problem = evaluation.problem
     given, evidence = _given(problem, found.cuts[0], found.rounding)
@@ -68,11 +65,7 @@ def worst_parameter(
 ) -> tuple[str, float] | None:
     """Return the parameter whose gradient differs most, and its relative difference; None if none differs.
 
-    Args:
-        problem: problem with the model and the declaration.
-        cut: cut of a micro-batch.
-        rounding: largest differences that rounding explains.
-        besides: norms, shape (parameters,); a parameter whose gradient has a smaller norm is skipped.
+    `besides` are norms, shape (parameters,); a parameter whose gradient has a smaller norm is skipped.
     """
     difference = cut.difference(problem.reduction)
     beyond = difference.beyond(rounding)
@@ -177,7 +170,9 @@ def _counted(problem: Problem, candidate: Candidate, given: str, evidence: float
         detail = f"loss_fn returns a mean, not a sum: {given}"
         remedy = f'pass reduction="mean", weight={candidate.text}'
     elif problem.weight == "returned":
-        remedy = f"return ({candidate.text})(microbatch) as the weight"
+        body = candidate.text.removeprefix("lambda microbatch: ")
+        called = body if body != candidate.text else f"{body}(microbatch)"
+        remedy = f"return {called} as the weight"
     return Contradiction("weight", detail, remedy, evidence)
 
 

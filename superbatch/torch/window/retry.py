@@ -77,6 +77,7 @@ def _until_failure(window: OpenWindow, run_microbatch: Callable[[Any], None]) ->
         for microbatch in window:
             run_microbatch(microbatch)
     except BaseException as error:
+        # Smaller micro-batches help only if memory ran out.
         if not out_of_memory(error):
             raise
         # The frames of the traceback hold the micro-batch and its activations.
@@ -101,6 +102,7 @@ def _continue_smaller(window: Transaction, index: int, failure: str) -> None:
         give_up(window, index, samples, failure)
     # rollback() returns False if a gradient has arrived, or if changed state has no copy.
     restarts = not window.rollback()
+    # A micro-batch that runs again must not have been changed in place.
     require_inputs(progress, 0 if restarts else index, index, failure)
     if restarts:
         require_restorable(window, f"running out of memory in micro-batch {index} ({failure})")
@@ -212,10 +214,11 @@ def give_up(window: Transaction, index: int, samples: int | None, failure: str) 
     else:
         wrong, do = "a micro-batch of one sample cannot be cut", _DO
     held = _bytes_of_state(window)
+    size = "" if samples is None else f" of {samples} sample{'s' * (samples > 1)}"
     raise OutOfMemoryError(
-        f"Memory ran out in micro-batch {index}{'' if samples is None else f' of {samples} samples'} "
-        f"({failure}) beside {held / 2**20:.1f} MiB of parameters and gradients, and {wrong}; no update "
-        f"was made, and everything is as before the window. {do}."
+        f"Memory ran out in micro-batch {index}{size} ({failure}) beside {held / 2**20:.1f} MiB of "
+        f"parameters and gradients, and {wrong}; no update was made, and everything is as before the "
+        f"window. {do}."
     )
 
 
