@@ -152,6 +152,7 @@ def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
+        # foreach kernels take lists of one device and one dtype.
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
 

@@ -20,7 +20,6 @@ class Evaluated:
     """Loss, weight and gradient of one micro-batch.
 
     Args:
-        loss: value of the loss.
         weight: weight of the micro-batch, as declared by `weight`.
         gradient: sums of each parameter's gradient (`sketch`), shape (parameters, sums); None if it is
             unknown.
@@ -117,21 +116,12 @@ class Cut:
     def difference(
         self, reduction: normalize.Reduction, weights: Sequence[normalize.Number] | None = None
     ) -> Difference:
-        """Return the difference between the union and the prediction of a declaration.
-
-        Args:
-            reduction: declared reduction.
-            weights: weight of each part; None: the declared ones.
-        """
+        """Return the difference between the union and its prediction; `weights` replace the declared ones."""
         weights = [part.weight for part in self.parts] if weights is None else weights
         return self.against(_factors(reduction, weights))
 
     def against(self, factors: Sequence[float]) -> Difference:
-        """Return the difference between the union and a weighted sum of its parts.
-
-        Args:
-            factors: factor of each part; a part with factor 0 is left out.
-        """
+        """Return the difference between the union and the sum of factors times parts; 0 leaves a part out."""
         counted = [(factor, part) for factor, part in zip(factors, self.parts, strict=True) if factor]
         # fsum rounds once: a sum over many parts that cancel must not add rounding.
         predicted = math.fsum(factor * part.loss for factor, part in counted)

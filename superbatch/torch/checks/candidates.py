@@ -66,7 +66,7 @@ def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
             found += _from_tensor(batch, leaf.path, value, clues)
         elif isinstance(value, list | tuple):
             found += _from_list(batch, leaf.path, value)
-    # Stable: candidates of one rank keep the order of the leaves.
+    # Stable: equally likely candidates keep the order of the leaves.
     return [candidate for _, candidate in sorted(found, key=lambda ranked: ranked[0])]
 
 
@@ -180,9 +180,7 @@ def _expression(batch: Any, path: str) -> str | None:
 def clues_of(problem: Problem, held: Sequence[Any] = ()) -> Clues:
     """Find labels to ignore and class weights in the modules and tensors that a loss function reaches.
 
-    Args:
-        problem: its model and loss function are searched.
-        held: further tensors that may be class weights.
+    `held` are further tensors that may be class weights.
 
     Examples:
         >>> loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0]), ignore_index=7)

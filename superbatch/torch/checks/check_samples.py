@@ -23,14 +23,11 @@ ENOUGH = 0.1
 def first_microbatches(window: MicrobatchList) -> list[Any]:
     """Return a few micro-batches with two samples or more, spread over the window.
 
-    Two others are added if these cannot reveal a wrong weight:
+    Up to two others are added if these cannot reveal a wrong weight:
 
     * the most unequal samples of the window, if all chosen ones have nearly equal counts;
     * four samples, if every micro-batch has fewer, or if in each one the labels are all equal or all
       different.
-
-    Args:
-        window: the micro-batches of the window.
     """
     if not window.microbatches:  # a rank without data
         return []
@@ -51,9 +48,7 @@ def first_microbatches(window: MicrobatchList) -> list[Any]:
 def with_repeated_label(samples: Sequence[int], window: MicrobatchList) -> list[int]:
     """Add a third sample to two, so that exactly two of the three share a label; without labels, add none.
 
-    Args:
-        samples: two samples, indexed as in `window.source_batches`.
-        window: the micro-batches of the window.
+    Samples are given by their index in `window.source_batches`.
     """
     labels = _labels(window.source_batches(), window)
     chosen_labels = {labels[sample] for sample in samples} if labels else set()

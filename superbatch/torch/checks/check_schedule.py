@@ -90,10 +90,7 @@ class CheckSchedule:
     def open(self, window: MicrobatchList, first: Callable[..., Checked | None] | None, updates: int) -> None:
         """Check the first window before it is opened; without a `loss_fn`, warn once.
 
-        Args:
-            window: the micro-batches of the window.
-            first: function that checks the loss on them; None after the first window.
-            updates: number of updates made so far.
+        `first`, a function that checks the loss, is None after the first window.
 
         Raises:
             LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
@@ -145,9 +142,7 @@ class CheckSchedule:
     def check_now(self, window: CheckedWindow, *, unchanged: bool) -> None:
         """Check the loss on samples of a window; all ranks call it if one of them needs a check.
 
-        Args:
-            window: losses, weights and micro-batches of the window.
-            unchanged: the forward has not written into the micro-batches.
+        `unchanged`: the forward has not written into the micro-batches.
 
         Raises:
             LossSpecError, CoupledSamplesError: the loss contradicts its declaration.

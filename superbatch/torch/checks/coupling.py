@@ -146,15 +146,9 @@ def find_coupling(
 def probe_coupling(
     problem: Problem, batch: Any, *, samples: int = 7
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Run `find_coupling`, and return notes on probes that could not run as well.
+    """Run `find_coupling`; also return notes on probes that could not run.
 
-    Args:
-        problem: model, loss and declaration.
-        batch: batch to take samples from.
-        samples: largest number of samples; the largest prime not above it or the batch's size is used.
-
-    Returns:
-        Findings, and notes.
+    The number of samples is the largest prime up to `samples` and the size of the batch.
 
     Examples:
         >>> layer = nn.Linear(2, 1)

@@ -11,10 +11,7 @@ Order = tuple[int, ...]
 
 
 def first_part(samples: int) -> int:
-    """Return how many samples the first part of a checked micro-batch has: near a third of them.
-
-    Args:
-        samples: number of samples of the micro-batch, at least 1.
+    """Return how many samples the first part of a checked micro-batch has: near a third of them, at least 1.
 
     Examples:
         >>> [first_part(samples) for samples in (2, 3, 4, 6, 8, 9, 12)]
@@ -29,13 +26,11 @@ def first_part(samples: int) -> int:
 
 
 def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
-    """Return two cuts of a micro-batch: after about a third, and into single samples (of many: four, rest).
+    """Return two cuts of a micro-batch: after about a third, and into single samples.
 
-    A loss over the hardest samples may agree by chance with one cut, but not with single samples.
-
-    Args:
-        samples: number of samples of the micro-batch.
-        turn: index of the micro-batch; even: the first samples are single ones; odd: the last.
+    A loss over the hardest samples may agree by chance with one cut, but not with single samples. Of more
+    than `FEW` samples, four are single: for an even `turn` (index of the micro-batch) the first ones, else
+    the last.
 
     Examples:
         >>> orders(3, 0)

@@ -92,11 +92,6 @@ def find_contradiction(
 ) -> Contradiction | None:
     """Return the contradiction that `check_declaration` would raise; None if the declaration holds.
 
-    Args:
-        problem: the model, its loss, and its declaration.
-        microbatches: micro-batches; those with fewer than two samples are skipped.
-        frozen: modules to run in evaluation mode.
-
     Raises:
         LossSpecError: the weights of parts do not add up to that of the micro-batch.
     """
@@ -109,10 +104,7 @@ def divisions_of(
 ) -> list[list[divisions.Division]] | None:
     """Return the divisors of the loss of each micro-batch; None if one cannot be evaluated.
 
-    Args:
-        problem: the model, its loss, and its declaration.
-        microbatches: micro-batches; each is evaluated from the same state.
-        frozen: modules to run in evaluation mode.
+    Each micro-batch is evaluated from the same state, with `frozen` modules in evaluation mode.
     """
     with prepared(problem, frozen) as (evaluation, _):
         try:
@@ -131,9 +123,7 @@ def prepared(
 ) -> Iterator[tuple[Evaluation, ForwardStateKeeper]]:
     """Yield the evaluation of a problem and the keeper of its state; restore everything at the end.
 
-    Args:
-        problem: problem to evaluate.
-        frozen: modules to run in evaluation mode.
+    The `frozen` modules run in evaluation mode.
     """
     # A second keeper: a later window is checked while it is open, and its savepoint must survive.
     original = problem.state or ForwardStateKeeper([problem.model], [problem.loss_fn])

@@ -111,14 +111,8 @@ class Evaluation:
     ) -> Cut | None:
         """Evaluate the parts of a micro-batch; call it right after `union` has evaluated the micro-batch.
 
-        Args:
-            planned: the micro-batch.
-            union: result of the micro-batch.
-            spans: positions of each part's samples.
-            calls: counters of random calls, as in `run`.
-
-        Returns:
-            The cut; None if a part cannot be evaluated by itself.
+        `spans` are the positions of each part's samples; `calls` are as in `run`. Return None if a part
+        cannot be evaluated by itself.
         """
         parts: list[Evaluated] = []
         ended: list[bool] = []
@@ -192,14 +186,8 @@ class Evaluation:
     def rounding(self, planned: Plan, union: Evaluated, *, times: int, exact: bool) -> Tensor | None:
         """Measure the rounding of each parameter's gradient: evaluate again with scaled losses.
 
-        Args:
-            planned: the micro-batch.
-            union: result of the micro-batch.
-            times: number of evaluations.
-            exact: losses must repeat to 1e-6; False for low precision, where they must repeat to 1e-2.
-
-        Returns:
-            Largest change of each gradient, shape (parameters,); None if the loss does not repeat.
+        Return the largest change of each gradient in `times` evaluations, shape (parameters,); None if the
+        loss does not repeat to 1e-6 if `exact`, else (in low precision) to 1e-2.
         """
         largest = None if union.gradient is None else torch.zeros(len(union.gradient), dtype=torch.float64)
         for scale in _SCALES[:times]:

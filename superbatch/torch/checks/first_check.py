@@ -30,13 +30,7 @@ from .probing.problem import Problem, by_term
 def check_first_window(config: Config, window: MicrobatchList, *, frozen: Sequence[nn.Module]) -> Checked:
     """Compare losses of micro-batches with those of their parts, before anything is updated.
 
-    Args:
-        config: settings of the accumulator, with a loss_fn.
-        window: the micro-batches of the window.
-        frozen: BatchNorms to run as frozen.
-
-    Returns:
-        The outcome on this rank: whether the check could have found a wrong declaration.
+    The outcome is that of this rank. The `frozen` BatchNorms run in evaluation mode.
 
     Raises:
         LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
@@ -51,14 +45,7 @@ def check_later_window(
 ) -> Checked:
     """Check the loss again, on chosen samples of a later window; every rank calls it.
 
-    Args:
-        config: settings of the accumulator, with a loss_fn.
-        window: the micro-batches of the window.
-        chosen: micro-batches to check; empty on a rank without unchecked features.
-        frozen: BatchNorms to run as frozen.
-
-    Returns:
-        The outcome on this rank: whether the check could have found a wrong declaration.
+    `chosen` is empty on a rank without unchecked features; otherwise like `check_first_window`.
 
     Raises:
         LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
@@ -80,11 +67,7 @@ def check_pairs(
 ) -> None:
     """Check the loss on samples of different lengths, which no micro-batch contains; every rank calls it.
 
-    Args:
-        config: settings of the accumulator, with a loss_fn.
-        window: the micro-batches of the window.
-        pairs: pairs of micro-batches with different lengths; empty on a rank without.
-        frozen: BatchNorms to run as frozen.
+    `pairs` are micro-batches with different lengths; they are empty on a rank without such samples.
 
     Raises:
         LossSpecError: the loss is a mean over all entries, but the declared weight is left out, or counts
@@ -136,15 +119,7 @@ def check_on_all_ranks(
 ) -> Checked:
     """Run `check_declaration` on every rank; if it raises on one, all ranks raise.
 
-    Args:
-        problem: problem to check.
-        microbatches: micro-batches to check it on.
-        idle: micro-batch for the forwards that other ranks wait for.
-        sync: the ranks.
-        frozen: BatchNorms to run as frozen.
-
-    Returns:
-        The outcome on this rank: whether the check could have found a wrong declaration.
+    `idle` is a micro-batch for the forwards that other ranks wait for. The outcome is that of this rank.
 
     Raises:
         LossSpecError, CoupledSamplesError: the loss contradicts its declaration, here or on another rank.

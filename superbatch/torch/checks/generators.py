@@ -104,13 +104,7 @@ def _access_of(value: Any, numpy_random: Any) -> _Access | None:
 
 
 def reachable(holders: Any) -> Iterator[Any]:
-    """Yield the objects that functions, modules, containers and plain objects hold, each once.
-
-    Args:
-        holders: tuple of the objects to start from.
-
-    Yields:
-        At most 4000 objects, the nearest first.
+    """Yield up to 4000 objects that functions, modules, containers and plain objects hold, nearest first.
 
     Examples:
         >>> rng = random.Random(0)

@@ -28,9 +28,7 @@ Pair = tuple[Any, Any]
 def lengths_in(part: Any, paths: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of entries of one sample in each leaf of a micro-batch, by the leaf's path.
 
-    Args:
-        part: a micro-batch.
-        paths: the options `unsplit` and `per_sample`.
+    `paths` are the options `unsplit` and `per_sample`.
 
     Examples:
         >>> lengths_in({"x": torch.ones(2, 5), "y": torch.ones(2)}, {})
@@ -46,9 +44,7 @@ def lengths_in(part: Any, paths: Mapping[str, Any]) -> dict[str, int]:
 def ragged(parts: Sequence[Any], paths: Sequence[str]) -> tuple[int, int] | None:
     """Return the indices of the micro-batches with the shortest and longest samples; None if all are equal.
 
-    Args:
-        parts: micro-batches of a window.
-        paths: paths of leaves with a length.
+    `paths` are those of leaves with a length.
 
     Examples:
         >>> ragged([torch.ones(2, 5), torch.ones(1, 3)], [""])
@@ -68,10 +64,8 @@ def ragged(parts: Sequence[Any], paths: Sequence[str]) -> tuple[int, int] | None
 def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) -> None:
     """Check that the weight of a mean over all entries of a micro-batch counts these entries, or samples.
 
-    Args:
-        problem: problem with ``reduction="mean"``, and weights by samples or by a function.
-        pair: two micro-batches with samples of different lengths.
-        frozen: modules to run in evaluation mode.
+    The problem has ``reduction="mean"``, and weights by samples or by a function. The samples of the two
+    micro-batches in `pair` have different lengths.
 
     Raises:
         LossSpecError: the loss is a mean over all entries, but the declared weight is left out, or counts

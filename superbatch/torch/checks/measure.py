@@ -81,14 +81,7 @@ class Measured(NamedTuple):
 
 
 def whole(setting: Setting) -> Measured:
-    """Compute the gradient of the whole batch in one pass, as a loop without accumulation does.
-
-    Args:
-        setting: settings of the pass.
-
-    Returns:
-        The loss and the gradients, normalised by reduction and weight.
-    """
+    """Compute loss and gradient of the whole batch in one pass, normalised by reduction and weight."""
     if setting.streams:  # only the accumulator draws from streams; None makes one micro-batch
         return accumulated(setting, None)
     setting.begin()
@@ -104,15 +97,7 @@ def whole(setting: Setting) -> Measured:
 
 
 def accumulated(setting: Setting, size: Size) -> Measured:
-    """Compute the gradient of the batch in micro-batches, with the Accumulator.
-
-    Args:
-        setting: settings of the pass.
-        size: the Accumulator's `microbatch_size`.
-
-    Returns:
-        The loss, and the gradients that an optimizer gets.
-    """
+    """Compute the loss of the batch, and the gradient that the Accumulator gives to an optimizer."""
     # Another seed than that of the whole batch: with the same one, a single dropout on the CPU would draw
     # equal numbers by chance. With streams the seed is the same, and numbers must be equal by construction.
     if not setting.streams:
@@ -146,14 +131,7 @@ def accumulated(setting: Setting, size: Size) -> Measured:
 
 
 def differences(measured: Measured, reference: Measured) -> tuple[ParameterDifference, ...]:
-    """Compare two gradients parameter by parameter.
-
-    Args:
-        measured: the gradient to compare.
-        reference: the exact gradient.
-
-    Returns:
-        One entry for each parameter with a gradient in one of them; a missing gradient counts as zero.
+    """Compare a gradient with the exact one, parameter by parameter; a missing gradient counts as zero.
 
     Examples:
         >>> a = Measured(0.0, {"w": torch.tensor([3.0, 4.0])}, (2,))
@@ -176,14 +154,7 @@ def differences(measured: Measured, reference: Measured) -> tuple[ParameterDiffe
 
 
 def largest(measured: Measured, reference: Measured) -> float:
-    """Return the largest relative difference of any parameter; NaN if one is NaN.
-
-    Args:
-        measured: the gradient to compare.
-        reference: the exact gradient.
-
-    Returns:
-        Largest `relative` of `differences`.
+    """Return the largest relative difference of any parameter from the exact gradient; NaN if one is NaN.
 
     Examples:
         >>> one = Measured(0.0, {"w": torch.ones(2)}, (2,))

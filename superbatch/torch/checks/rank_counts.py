@@ -22,11 +22,7 @@ _BITS = 20  # of the hash: the sum of its squares over the ranks is exact in flo
 
 
 def first_sample_counts(counts: Sequence[Count], part: Any) -> dict[str, float]:
-    """Return the counts of a micro-batch's first sample, by the name of the count.
-
-    Args:
-        counts: counts to compare; those that differ by chance, e.g. of the class 0, are left out.
-        part: a micro-batch.
+    """Return the counts of a micro-batch's first sample, by name, without those that differ by chance.
 
     Examples:
         >>> import torch
@@ -55,11 +51,7 @@ def differing_counts(
     """Return the names of the counts that differ between ranks, and the two ranks to compare.
 
     These ranks have the lowest and the highest value of the most unequal count; None if no contrast exceeds
-    twice that of earlier checks.
-
-    Args:
-        by_rank: counts of each rank.
-        seen: largest contrast of each count that was compared already.
+    twice that of earlier checks, `seen`.
 
     Examples:
         >>> differing_counts([{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 8.0}], {})
@@ -73,7 +65,7 @@ def differing_counts(
         values = [counts[name] for counts in by_rank]
         some = [value for value in values if value > 0]
         contrast = 1 - min(some) / max(some) if some else 0.0
-        # At least twice the contrast of earlier checks, or every window would be checked again.
+        # More than twice the contrast of earlier checks, or every window would be checked again.
         if contrast > max(best, 2 * seen.get(name, 0.0)):
             best, chosen = contrast, (values.index(min(some)), values.index(max(some)))
     return names, chosen

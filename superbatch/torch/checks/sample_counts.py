@@ -27,12 +27,7 @@ _BY_CHANCE = 1e-3  # equal labels at the end of a row are padding if they are le
 
 
 class Hints(NamedTuple):
-    """Labels to ignore and class weights of a loss function.
-
-    Attributes:
-        ignored: labels that its loss modules ignore.
-        class_weights: class weights that it can reach.
-    """
+    """Labels that the modules of a loss function ignore, and class weights that it can reach."""
 
     ignored: tuple[int, ...] = ()
     class_weights: tuple[tuple[float, ...], ...] = ()
@@ -142,15 +137,11 @@ class Uneven(NamedTuple):
 
 
 def uneven(counts: Sequence[Count], parts: Sequence[Any], *, unlikely: bool = True) -> Iterator[Uneven]:
-    """Yield the counts with different values for some samples.
+    """Yield the counts with different values for some samples; the `counts` are grouped by leaf.
 
     Every window calls this, so the cheapest test comes first: the smallest label of a leaf is read once, and
-    is mostly larger than any label to ignore.
-
-    Args:
-        counts: counts to read, grouped by leaf.
-        parts: micro-batches.
-        unlikely: also yield counts that a loss is unlikely to divide by.
+    is mostly larger than any label to ignore. With `unlikely`, counts are included that a loss is unlikely to
+    divide by.
 
     Examples:
         >>> labels = torch.tensor([[0, 5], [3, 4]])

@@ -21,8 +21,7 @@ _ROWS = 1 << 12  # rows that are converted to float64 at a time: 8 MB
 def sketch(gradients: Sequence[Tensor | None]) -> Tensor:
     """Return the sums of each gradient, shape (gradients, BUCKETS), in float64 on the host.
 
-    Args:
-        gradients: dense, sparse or complex tensors; None counts as 0.
+    Gradients may be dense, sparse or complex; None counts as 0.
 
     Examples:
         >>> dense = torch.zeros(500, 3)

@@ -30,12 +30,7 @@ class UncheckedFeature(NamedTuple):
 
 
 def unequal_weights(window: CheckedWindow, name: str) -> list[UncheckedFeature]:
-    """Return a feature if samples of two micro-batches have different weights; else an empty list.
-
-    Args:
-        window: micro-batches and weights of a window.
-        name: name of the feature.
-    """
+    """Return a feature if samples of two micro-batches have different weights; else an empty list."""
     samples, weights = window.microbatches.samples, window.weights
     some = [index for index, weight in enumerate(weights) if weight]
     if samples is None or not some:
@@ -53,9 +48,6 @@ def inspects_all_counts(updates: int) -> bool:
     """Return whether a window inspects all counts: after 1, 2, 4, ... 64 updates, then after every 100.
 
     The answer depends on `updates` alone, so all ranks inspect the same windows in full.
-
-    Args:
-        updates: number of updates before the window.
 
     Examples:
         >>> [updates for updates in range(1, 401) if inspects_all_counts(updates)]

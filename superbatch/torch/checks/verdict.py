@@ -37,7 +37,7 @@ class Verdict:
 def expected(dtypes: Collection[torch.dtype]) -> Rounding:
     """Return the largest differences that count as rounding, by the dtypes that a loss computes in.
 
-    1e-4 of a gradient allows an epsilon against division by 0, e.g. a count + 1e-6.
+    The bound of 1e-4 leaves room for an epsilon in a divisor, e.g. count + 1e-6.
     """
     if _native(dtypes):
         return Rounding(loss=1e-7, gradient=1e-6)
@@ -49,11 +49,7 @@ def settle(
 ) -> Verdict:
     """Decide whether suspected cuts show a wrong declaration or rounding.
 
-    Args:
-        evaluation: evaluation of the problem.
-        planned: a micro-batch.
-        suspects: its cuts whose differences exceed the expected ones.
-        dtypes: dtypes that the loss computes in.
+    Their differences exceed those `expected` for the dtypes that the loss computes in.
 
     Raises:
         ContradictedError: the declaration is wrong.

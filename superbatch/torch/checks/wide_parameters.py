@@ -71,12 +71,9 @@ class WideParameters(TorchFunctionMode):
             yield
 
     def gradient(self, loss: Tensor, seed: Tensor, *, backward: bool = False) -> Tensor:
-        """Differentiate a loss; return the sketch of each parameter's gradient.
+        """Differentiate a loss that was computed inside `entered`; return the sketch of each gradient.
 
-        Args:
-            loss: loss that was computed inside `entered`.
-            seed: gradient of the loss.
-            backward: use backward(), for losses that do not support grad(); the caller restores ``.grad``.
+        `backward`: use backward(), for losses that do not support grad(); the caller restores ``.grad``.
 
         Raises:
             RuntimeError: the loss supports backward() only.
@@ -135,12 +132,7 @@ class WideParameters(TorchFunctionMode):
         return wide
 
     def add_gradient(self, row: int, gradient: Tensor) -> None:
-        """Add the gradient of one use of a parameter.
-
-        Args:
-            row: index of the parameter.
-            gradient: gradient in float64.
-        """
+        """Add the float64 gradient of one use of the parameter with index `row`."""
         if self._sums is None:  # the loss itself calls backward()
             self.bypassed = True
             raise RuntimeError("a loss that calls backward() needs a copy of the model")

@@ -73,6 +73,7 @@ class Ledger(TorchDispatchMode):
             self._ends[key] = weakref.ref(storage, partial(_leave, weakref.ref(self), key))
             self._bytes[key] = 0
             self._existing[key] = size if existed else 0
+        # Allocators give whole blocks, so the size is rounded up.
         counted = -(-max(0, size - self._existing[key]) // self._rounded) * self._rounded
         self.live += counted - self._bytes[key]
         self._bytes[key] = counted

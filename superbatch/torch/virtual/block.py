@@ -177,12 +177,7 @@ def virtual_batch(
 
 @contextmanager
 def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator[VirtualBatch]:
-    """Open a block with checked options.
-
-    Args:
-        models: models whose parameters get gradients.
-        chosen: options of the block.
-    """
+    """Open a block on the models, with checked options."""
     session = Session(models, chosen)
     buffers = BufferKeeper(models)
     buffers.begin()

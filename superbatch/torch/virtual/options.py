@@ -41,11 +41,7 @@ def device_of(parameters: Iterable[Tensor]) -> torch.device:
 
 
 def checked_models(model: Any) -> list[nn.Module]:
-    """Return the models as a list.
-
-    Raises:
-        InputError: the argument is not a module or a list of modules.
-    """
+    """Return the models as a list; raise `InputError` if the argument is no module or list of modules."""
     models = (
         [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, (list, tuple)) else []
     )
@@ -72,7 +68,6 @@ def checked_device(device: Any, parameters: Iterable[Tensor]) -> torch.device:
         raise InputError(
             f"device={device!r} is not available: {why}. Pass a device that torch has on this machine."
         ) from error
-    # Kernels on the meta device compute shapes only, so gradients would have no numbers.
     if available.type == "meta":
         raise InputError(f"device={device!r} computes shapes only. Pass a CPU or accelerator device.")
     return available
@@ -81,11 +76,7 @@ def checked_device(device: Any, parameters: Iterable[Tensor]) -> torch.device:
 def check(
     rng: Any, on_gather: Any, device_budget: Any, *, paranoid: bool, compile: bool, group: Any = None
 ) -> None:
-    """Check the options of `virtual_batch` that have few allowed values.
-
-    Raises:
-        InputError: an option has an unknown value, or two options exclude each other.
-    """
+    """Raise `InputError` if an option of `virtual_batch` has an unknown value, or two exclude each other."""
     for name, value, allowed in (
         ("rng", rng, ("microbatch", "batch")),
         ("on_gather", on_gather, ("ok", "warn", "error")),
@@ -106,7 +97,6 @@ def check(
         raise InputError(
             f"group={group!r} is not a process group. Pass the result of torch.distributed.new_group()."
         )
-    # Paranoid mode compares single operations, which a compiled segment does not have.
     if paranoid and compile:
         raise InputError(
             "paranoid=True checks single operations, so it cannot be combined with compile=True. "

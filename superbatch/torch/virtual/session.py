@@ -39,8 +39,6 @@ class Session:
 
     Attributes:
         recording: the recording; None before the first batch.
-        log: log of the block.
-        ranks: reductions over the ranks.
     """
 
     def __init__(self, models: Sequence[nn.Module], options: Options) -> None:

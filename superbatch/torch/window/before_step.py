@@ -176,7 +176,7 @@ class BeforeStep:
         try:
             if not self._rollback_states():
                 return False
-            # All are compared before one is restored.
+            # All are compared before one is restored, so that a changed one leaves all as they are.
             if not all(contents.is_unchanged() for contents in self._contents.values()):
                 return False
             for contents in self._contents.values():

@@ -15,18 +15,11 @@ _SAMPLES, _SIZE = 7, 3  # unequal micro-batches, and a number that no other dime
 
 
 def find_coupling_points(problem: Problem, batch: Any) -> tuple[CouplingPoint, ...]:
-    """Return every point of the forward that couples samples: operator and module.
+    """Return every point of the forward that couples samples, in order: operator and module.
 
     It runs one forward and backward of a few samples in a `virtual_batch`. Unlike a comparison of numbers it
     needs no tolerance, and unlike the types of modules it finds hand-written code. The mean over samples at
-    the end of a loss is no such point, because no sample reads its result.
-
-    Args:
-        problem: model, loss function and declaration; all leaves of its batches have samples.
-        batch: batch of real samples.
-
-    Returns:
-        The points in order; empty if no sample influences another.
+    the end of a loss is no such point, because no sample reads its result. Each leaf of `batch` has samples.
 
     Examples:
         >>> import torch

@@ -41,16 +41,10 @@ class Diagnosis(NamedTuple):
 
 
 def judge(setting: Setting, size: Size) -> Finding | None:
-    """Check the declared loss as the Accumulator does in its first window, on a batch and its micro-batches.
+    """Return the wrong declaration that the check of the first window finds; None if the declaration holds.
 
     Gradients may agree by chance although the declaration is wrong; this check cuts the batch in other ways.
-
-    Args:
-        setting: settings with a batch that fits in memory.
-        size: the `microbatch_size`.
-
-    Returns:
-        The wrong declaration; None if it holds.
+    The batch has to fit in memory.
     """
     frozen: list[nn.Module] = []
     if setting.batchnorm == "frozen":
@@ -66,15 +60,9 @@ def judge(setting: Setting, size: Size) -> Finding | None:
 
 
 def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
-    """Find the causes of a gradient that is not exact.
+    """Find the causes of a gradient that is not exact; a cause of kind `"unknown"` if no test finds one.
 
-    Args:
-        setting: settings with a batch that fits in memory and whose accumulated gradient is wrong.
-        size: the `microbatch_size` of that gradient.
-        tolerance: largest relative difference that counts as rounding.
-
-    Returns:
-        At least one cause; its kind is `"unknown"` if no test finds one.
+    The batch has to fit in memory; `tolerance` is the largest relative difference that counts as rounding.
     """
     # The same pass twice: a difference cannot come from the split.
     first = accumulated(setting, size)

@@ -14,11 +14,7 @@ from .problem import Problem
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise for a model without trainable parameters, and for one whose gradients are reduced over ranks.
-
-    Raises:
-        InputError: the model is one of these.
-    """
+    """Raise `InputError` for a model without trainable parameters, or with gradients reduced over ranks."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
             f"The {type(model).__name__} has no parameter with requires_grad=True, so it has no gradient. "
@@ -34,18 +30,12 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_options(problem: Problem, tolerance: Any) -> None:
-    """Raise for options of the wrong type or value.
-
-    Raises:
-        InputError: an option has the wrong type or value.
-    """
-    # The usual mistake: the loss itself instead of a function.
+    """Raise `InputError` for options of the wrong type or value."""
     if not callable(problem.loss_fn):
         raise InputError(
             f"loss_fn={problem.loss_fn!r} cannot be called. Pass a function from a micro-batch to its loss."
         )
     check_loss_fn(problem.loss_fn)
-    # The three forms of weight= that the Accumulator has.
     if not (problem.weight is None or problem.weight == "returned" or callable(problem.weight)):
         raise InputError(
             f"weight={problem.weight!r} is not a weight. Pass None (weight by samples), a function from a "

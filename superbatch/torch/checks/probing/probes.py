@@ -92,15 +92,9 @@ class _Recorder:
 
 
 def watched_samples(samples: int) -> tuple[int, int]:
-    """Return the two samples that a probe watches: the first, and the last but one.
+    """Return the two samples that a probe watches: the first, and the last but one (of two: the last).
 
     Not the last, because code that mixes a batch with its reverse would pair it with the first.
-
-    Args:
-        samples: number of samples of the batch, at least 2.
-
-    Returns:
-        Two indices.
 
     Examples:
         >>> watched_samples(7), watched_samples(2)
@@ -110,15 +104,9 @@ def watched_samples(samples: int) -> tuple[int, int]:
 
 
 def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[CallRecord]:
-    """Run a forward pass, and record every module's inputs and outputs for the watched samples.
+    """Run a forward pass, and record every module's inputs and outputs for the watched samples, in order.
 
-    Args:
-        model: model whose modules are watched; the hooks are removed afterwards.
-        run: function that runs the forward pass.
-        samples: number of samples of its batch, a prime.
-
-    Returns:
-        The events in order, for `first_difference`.
+    `samples`, the number of samples in the pass, is a prime. The hooks are removed afterwards.
 
     Examples:
         >>> model = nn.Linear(2, 2)
@@ -147,14 +135,8 @@ def first_difference(a: list[CallRecord], b: list[CallRecord], *, tolerance: flo
     The output of the calling module must differ too. A router may give an expert different rows in the two
     passes, but mixes nothing if each sample gets its own result back.
 
-    Args:
-        a: one pass, from `watch`.
-        b: the other pass.
-        tolerance: largest relative difference that counts as rounding.
-
-    Returns:
-        The module whose output differs although its input does not; the calling module if the input differs
-        already; None without a difference.
+    Return the module whose output differs although its input does not; the calling module if the input
+    differs already; None without a difference. Differences up to `tolerance` are rounding.
 
     Examples:
         >>> model, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(7, 2)
@@ -188,15 +170,9 @@ def gradient_mixing(
     ``d out[0] / d in[j] != 0`` for some ``j != 0``, by one local backward per module. Unlike a comparison of
     values, it finds a normalisation whose value does not depend on the batch but whose gradient does.
 
-    Args:
-        model: model whose modules are watched; the hooks are removed afterwards.
-        run: function that runs the forward pass.
-        samples: number of samples of its batch, a prime.
-        tolerance: largest gradient that counts as rounding, relative to that of the sample itself.
-
-    Returns:
-        The modules in the order of the pass, without modules that contain one of them; and the paths of
-        modules that could not be probed.
+    Gradients up to `tolerance`, relative to that of the sample itself, are rounding. Return the modules in
+    the order of the pass, without modules that contain one of them; and the paths of modules that could not
+    be probed.
 
     Examples:
         >>> model, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(7, 2)
@@ -234,12 +210,6 @@ def gradient_mixing(
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested containers and dataclasses, in order.
-
-    Args:
-        value: inputs or outputs of a module.
-
-    Returns:
-        The tensors.
 
     Examples:
         >>> len(tensors_in(({"a": torch.ones(1)}, [torch.ones(1), 3])))

@@ -81,9 +81,6 @@ class Problem:
 def by_term(problem: Problem) -> dict[str, Problem]:
     """Return one problem for each term of a loss, by name; ``{"": problem}`` without terms.
 
-    Args:
-        problem: problem with or without terms.
-
     Examples:
         >>> terms = {"a": Declared("sum"), "b": Declared("mean")}
         >>> losses = lambda x: {"a": x.sum(), "b": x.mean()}
@@ -111,14 +108,7 @@ def _term_of(loss_fn: LossFn, name: str, terms: Mapping[str, Declared], microbat
 
 
 def forward(problem: Problem, batch: Any) -> Any:
-    """Call the loss function on a batch in the problem's dtype, on the model's device.
-
-    Args:
-        problem: problem with the loss function.
-        batch: a (micro-)batch, on any device.
-
-    Returns:
-        Result of `loss_fn`, unchecked.
+    """Return the unchecked result of `loss_fn` for a batch in the problem's dtype, on the model's device.
 
     Examples:
         >>> forward(Problem(nn.Linear(1, 1), lambda x: x.sum()), torch.ones(2))
@@ -132,14 +122,7 @@ def forward(problem: Problem, batch: Any) -> Any:
 
 
 def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
-    """Call the loss function once.
-
-    Args:
-        problem: problem to evaluate.
-        batch: a (micro-)batch, on any device.
-
-    Returns:
-        The loss, a scalar tensor with its graph, and the weight.
+    """Call the loss function once; return the loss, a scalar tensor with its graph, and the weight.
 
     Raises:
         InputError: `loss_fn` does not return a scalar tensor (and a weight where it should).
@@ -167,13 +150,6 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
 
 def weigh(problem: Problem, batch: Any) -> Number:
     """Return the declared weight of a micro-batch; its number of samples with ``weight="returned"``.
-
-    Args:
-        problem: problem with the declaration.
-        batch: a micro-batch on the host.
-
-    Returns:
-        The weight, an int or float.
 
     Examples:
         >>> weigh(Problem(nn.Linear(1, 1), lambda x: x.sum(), weight=lambda x: 0.5), torch.ones(2))

@@ -63,12 +63,7 @@ class Request:
     probes: bool = True
 
     def setting(self, dtype: torch.dtype | None, reset: Any) -> Setting:
-        """Return the settings of a measurement.
-
-        Args:
-            dtype: dtype of the parameters; None: that of the model.
-            reset: function that restores the state before each pass.
-        """
+        """Return the settings of a measurement; `dtype` is that of the parameters (None: unchanged)."""
         problem = self.problem.in_dtype(dtype)
         return Setting(problem, self.batch, reset, self.batchnorm, self.sample_rng)
 
@@ -86,11 +81,7 @@ def _state_as_before(problem: Problem) -> Iterator[None]:
 
 
 def verified(request: Request) -> Verification:
-    """Return the report of a request, and restore everything.
-
-    Args:
-        request: checked options.
-    """
+    """Return the report of a request, and restore everything."""
     # Each term has a declaration of its own, and therefore a report of its own.
     terms = by_term(request.problem)
     with _state_as_before(request.problem):

@@ -83,22 +83,13 @@ def change_floats(
         if not isinstance(node, Tensor) or not node.is_floating_point():
             return node
         where = torch.tensor(changed, device=node.device)
-        # index_copy writes only the changed rows.
         return node.index_copy(0, where, fn(node[where]).to(node.dtype))
 
     return _map_samples(rows, batch, lengths)
 
 
 def converted(batch: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
-    """Move the tensors of a batch to a device, and convert the floating-point ones to a dtype.
-
-    Args:
-        batch: a nested batch.
-        dtype: a floating-point dtype, or None to keep each tensor's own.
-        device: a device, or None to leave each tensor where it is.
-
-    Returns:
-        A batch of the same structure.
+    """Move the tensors of a batch to a device, and convert floating-point ones to a dtype; None: unchanged.
 
     Examples:
         >>> converted({"x": torch.ones(1), "n": torch.ones(1, dtype=torch.long)}, torch.float64, None)
@@ -116,14 +107,7 @@ def converted(batch: Any, dtype: torch.dtype | None, device: torch.device | None
 
 
 def same_values(a: Any, b: Any) -> bool:
-    """Return whether two batches of one structure have the same values in every tensor.
-
-    Args:
-        a: a nested batch.
-        b: another of the same structure.
-
-    Returns:
-        True when no tensor differs; other objects are compared with `==`.
+    """Return whether two batches of one structure have equal tensors, and other objects equal by `==`.
 
     Examples:
         >>> same_values([torch.ones(2)], [torch.ones(2)]), same_values([torch.ones(2)], [torch.zeros(2)])

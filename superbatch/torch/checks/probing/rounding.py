@@ -62,15 +62,11 @@ def _is_on(setting: Callable[[], Any]) -> bool:
 
 
 def measured_floor(setting: Setting, reference: Measured) -> float:
-    """Return eight times the difference between repeated gradients of the large batch.
+    """Return eight times the difference between `reference` and repeated gradients of the large batch.
 
     The gradient is computed again, which shows kernels that add in a random order. If the loss draws no
     random numbers, it is also computed with the samples reversed, which shows the effect of the order of
     summation.
-
-    Args:
-        setting: settings of the large batch.
-        reference: its gradient.
     """
     setting.begin()
     before = _states(setting)

@@ -91,14 +91,9 @@ class Probe(NamedTuple):
 
 
 def find_mixing(probe: Probe, base: list[CallRecord]) -> dict[str, Mixed]:
-    """Run the probes of single modules.
+    """Run the probes of single modules; `base` are the records of a pass on the unchanged samples.
 
-    Args:
-        probe: samples, and functions that run a pass.
-        base: inputs and outputs of the modules for the unchanged samples.
-
-    Returns:
-        Modules that mix samples, by path; `"loss_fn"` stands for code outside every module.
+    Return the modules that mix samples, by path; `"loss_fn"` stands for code outside every module.
     """
     found: dict[str, Mixed] = {}
 
@@ -118,14 +113,7 @@ def find_mixing(probe: Probe, base: list[CallRecord]) -> dict[str, Mixed]:
 
 
 def innermost(found: dict[str, Mixed], others: Collection[str]) -> dict[str, Mixed]:
-    """Return the modules that contain no other mixing module.
-
-    Args:
-        found: modules that mix samples, by path.
-        others: paths of further modules that mix samples.
-
-    Returns:
-        The innermost modules.
+    """Return the modules that contain no other mixing module; `others` are paths of further mixing modules.
 
     Examples:
         >>> list(innermost({"": Mixed(1.0, ()), "a": Mixed(1.0, ()), "ab": Mixed(1.0, ())}, ["a.b"]))
@@ -138,12 +126,8 @@ def innermost(found: dict[str, Mixed], others: Collection[str]) -> dict[str, Mix
 def loss_coupling(probe: Probe) -> Iterator[Finding]:
     """Compute the mixed difference of the loss, with BatchNorm frozen so that it hides no other coupling.
 
-    Args:
-        probe: samples, and functions that run a pass.
-
-    Yields:
-        One finding if the weighted loss is not a sum over samples: of kind `"weight"` if another weight makes
-        it one, else `"coupled_loss"`.
+    Yield one finding if the weighted loss is not a sum over samples: of kind `"weight"` if another weight
+    makes it one, else `"coupled_loss"`.
     """
     # Several pairs (a, a'), because one pair may be alike by chance.
     quadruples = [_quadruple(probe, shift) for shift in range(0, probe.samples, 2)]
@@ -172,13 +156,9 @@ def loss_coupling(probe: Probe) -> Iterator[Finding]:
 
 
 def failure_of(run: Callable[[], Any]) -> str | None:
-    """Run user code that may raise on modified samples, and return its error.
+    """Run user code that may raise on modified samples; return its error as text, or None if it ran.
 
-    Args:
-        run: the code.
-
-    Returns:
-        None if it ran, else its error as text. Errors of this library are raised.
+    Errors of this library are raised.
 
     Examples:
         >>> failure_of(lambda: 1 / 0), failure_of(lambda: 1)
@@ -241,7 +221,6 @@ def _perturbed(probe: Probe) -> Iterator[tuple[str, Any]]:
         problem = probe.problem
         return change_floats(fn, base, others, **problem.paths)
 
-    # The same samples in another order.
     reordered = dict(zip(others, reversed(others), strict=True))
     batches = [
         ("perturbed samples", probe.take([spare if index in others else index for index in everyone])),

@@ -117,13 +117,9 @@ def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
 
 
 def state_restorer(model: nn.Module) -> Callable[[], None]:
-    """Record buffers, modes and attributes of modules, to begin several passes from the same state.
+    """Record buffers, modes and attributes of modules; return a function that restores them.
 
-    Args:
-        model: any module.
-
-    Returns:
-        Function that restores them; it does not change parameters and gradients.
+    It does not change parameters and gradients.
 
     Examples:
         >>> norm = nn.BatchNorm1d(2)
@@ -156,13 +152,7 @@ def held_parameter(model: nn.Module) -> str | None:
     """Return the name of a parameter with autograd hooks that a temporary change of its dtype would remove.
 
     A change of the dtype makes autograd replace the AccumulateGrad node of a parameter, which holds the hooks
-    by which DistributedDataParallel reduces gradients.
-
-    Args:
-        model: any module.
-
-    Returns:
-        Name of a parameter whose node is in use; None without one, or without a process group.
+    by which DistributedDataParallel reduces gradients. Return None without one, or without a process group.
 
     Examples:
         >>> held_parameter(nn.Linear(1, 1)) is None
@@ -216,11 +206,7 @@ def seed_all(seed: int, model: nn.Module, *, host: int = 0) -> None:
 def module_state(model: nn.Module) -> dict[str, Any]:
     """Return the state that a forward may change in modules: buffers and attributes, by path.
 
-    Args:
-        model: any module.
-
-    Returns:
-        Copies of tensors; numbers, strings and None; other objects are left out.
+    Tensors are copied; of other objects only numbers, strings and None are included.
 
     Examples:
         >>> list(module_state(nn.BatchNorm1d(1)))[:3]
@@ -240,13 +226,6 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 def changed_state(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return the paths of the buffers and attributes that differ between two results of `module_state`.
-
-    Args:
-        before: the earlier state.
-        after: the later state.
-
-    Returns:
-        Paths in the order of the modules.
 
     Examples:
         >>> norm = nn.BatchNorm1d(2)
@@ -351,15 +330,9 @@ def _copied(data: Tensor, dtype: torch.dtype | None, storages: dict[tuple[Any, .
 
 
 def as_dtype(given: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor after conversion of floating-point tensors.
+    """Return the dtype that a tensor has after conversion of floating-point tensors to `wanted` (None: none).
 
-    Args:
-        given: dtype of the tensor.
-        wanted: floating-point dtype to convert to; None: no conversion.
-
-    Returns:
-        `wanted` for a floating-point dtype, the complex dtype of equal precision for a complex one, else
-        `given`.
+    A complex dtype becomes the complex dtype of equal precision.
 
     Examples:
         >>> as_dtype(torch.float32, torch.float64), as_dtype(torch.int64, torch.float64)

@@ -37,10 +37,7 @@ class Call(NamedTuple):
     samples: int
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """Return an argument by its name in the schema.
-
-        An omitted argument has the default of the schema, or `default` if the schema has none.
-        """
+        """Return an argument by its name; an omitted one has the default of the schema, or else `default`."""
         if name in self.kwargs:
             return self.kwargs[name]
         position, schema_default = _arguments(self.func).get(name, (None, None))
@@ -116,12 +113,9 @@ _READ_STRIDES = {torch.ops.aten._linalg_det, torch.ops.aten._linalg_slogdet, tor
 
 
 def run_of(call: Call, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None) -> Run:
-    """Return the function that runs the call on the real tensors of a micro-batch.
+    """Return the function that runs the call on a micro-batch: one real tensor for each of `call.tensors`.
 
-    Args:
-        call: the call; the function takes one tensor for each of `call.tensors`.
-        args: positional arguments to use instead, with tensors at the same paths.
-        kwargs: keyword arguments to use instead.
+    `args` and `kwargs`, with tensors at the same paths, replace those of the call.
     """
     # A micro-batch may have other strides than the batch. Only the kernels listed in `strides` misread them.
     run = with_kernel_strides(call.func, [value.meta for value in call.tensors], _run_of(call, args, kwargs))
@@ -139,12 +133,7 @@ def _in_order(matrices: Tensor, by_rows: bool) -> Tensor:
 
 
 class Direct:
-    """Call whose tensors are its first arguments. A generated sweep inlines ``func(*tensors, *other_args)``.
-
-    Attributes:
-        func: the operator.
-        other_args: the arguments after the tensors.
-    """
+    """Call ``func(*tensors, *other_args)``, which a generated sweep inlines."""
 
     __slots__ = ("func", "other_args")
 
@@ -248,8 +237,7 @@ def shapes(call: Call) -> Any:
 def results(call: Call, strategy: OpStrategy | None) -> Any:
     """Return the meta results of a call, with None for tensors that the strategy does not compute.
 
-    Returns:
-        None if a result is not a tensor and the strategy has no `results`.
+    If a result is not a tensor and the strategy has no `results`, return None.
     """
     metas = shapes(call)
     if isinstance(metas, Tensor):
@@ -311,10 +299,7 @@ def _key_of(items: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _Arguments:
-    """Arguments as a cache key.
-
-    Meta tensors compare by identity, because `meta_tensor` returns one object per form.
-    """
+    """Arguments as a cache key; meta tensors compare by identity (see `meta_tensor`)."""
 
     __slots__ = ("args", "func", "hash", "key", "kwargs")
 

@@ -72,11 +72,7 @@ def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def with_canonical_strides(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a kernel with canonical strides for each tensor argument.
-
-    Args:
-        kernel: takes its tensors by position.
-    """
+    """Return a function that calls a kernel with canonical strides for each of its positional tensors."""
 
     def called(*args: Any) -> Any:
         return kernel(*[canonical(arg) if isinstance(arg, Tensor) else arg for arg in args])
@@ -120,12 +116,7 @@ def _in_order(tensor: Tensor, order: _Order) -> Tensor:
 
 
 def in_batch_order(metas: Sequence[Tensor], run: Run) -> Run:
-    """Return `run` for kernels that need the rows of a micro-batch in the memory order of the batch.
-
-    Args:
-        metas: meta tensors of the inputs for the whole batch.
-        run: takes the rows of each input.
-    """
+    """Return `run` for kernels that need the rows of a micro-batch in the memory order of the batch."""
     # Once per strategy, because the order of the batch does not depend on the micro-batch.
     orders = [_order_of(meta) for meta in metas]
 
@@ -136,13 +127,7 @@ def in_batch_order(metas: Sequence[Tensor], run: Run) -> Run:
 
 
 def with_kernel_strides(operator: Any, metas: Sequence[Tensor], run: Run) -> Run:
-    """Return `run`, changed to pass the strides that the operator's kernel needs, if it needs any.
-
-    Args:
-        operator: overload of the operator.
-        metas: meta tensors of the inputs for the whole batch.
-        run: calls the operator.
-    """
+    """Return `run`, changed to pass the strides that the operator's kernel needs, if it needs any."""
     packet = operator.overloadpacket
     if packet in _IN_ORDER:
         return in_batch_order(metas, run)

@@ -131,12 +131,7 @@ class Value:
 
 
 class Operand(NamedTuple):
-    """Value that an operation reads, with its placement.
-
-    Attributes:
-        value: the value.
-        shard: sharding that cuts the rows of the micro-batch to read; `REPLICATE`: the full tensor is read.
-    """
+    """Value that an operation reads, cut by `shard`, or in full if that is `REPLICATE`."""
 
     value: Value
     shard: Shard | None
@@ -189,8 +184,6 @@ class ByRows(NamedTuple):
     """Alternative form of an operation on full values, which computes the rows of one micro-batch at a time.
 
     Attributes:
-        action: the operation by rows.
-        operands: inputs, with the shardings that cut them.
         larger: the results have at least twice the elements of the inputs that are cut.
     """
 
@@ -211,7 +204,6 @@ class Node:
     Attributes:
         operator: an operator of torch, or a name such as "batch_norm".
         serial: position in the recording order; inputs have smaller serials.
-        operands: the inputs.
         outputs: weak references to the results; a freed result need not be computed.
         single, once, shards, run, reduce, view, light, compilable: as in `Action`.
         gathers: reason why the node gathers rows into a full tensor: "gathered" for an operator that reads

@@ -31,7 +31,6 @@ class Writes:
         self._memory: set[int | None] = set()
 
     def __len__(self) -> int:
-        """Return the number of pending writes."""
         return len(self._waiting)
 
     def add(self, tensor: Tensor, value: Value) -> None:

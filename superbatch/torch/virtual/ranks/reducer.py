@@ -41,8 +41,6 @@ class RankReducer:
     """Reductions of a block over the ranks that share its batch.
 
     Args:
-        models: models of the block.
-        modules: all modules of the models.
         group: as in `virtual_batch`; with a group, every BatchNorm in training mode is over all its ranks.
         device: device of the statistics.
         reduces: average the gradients at the end of the block.
@@ -138,15 +136,7 @@ class RankReducer:
         form: tuple[int, torch.dtype],
         eps: float,
     ) -> list[Value]:
-        """Return mean, 1 / standard deviation, biased and unbiased variance over the ranks.
-
-        Args:
-            recording: recording of the block.
-            x: the samples of this rank.
-            moments: computes (mean, M2, count) of a micro-batch.
-            form: number of channels, and dtype of the statistics.
-            eps: epsilon of the layer.
-        """
+        """Return mean, 1 / standard deviation, biased and unbiased variance, as in `RankSums.statistics`."""
         sync, (channels, dtype) = self._norm_sync, form
         assert sync is not None
 
@@ -199,11 +189,7 @@ class RankReducer:
     def sum_backward(self, recording: Recorder, mean: Value, sums: list[Value], count: int) -> list[Value]:
         """Return the sums of a backward over all ranks, times this rank's share of the samples.
 
-        Args:
-            recording: recording of the block.
-            mean: mean that the layer normalised with.
-            sums: sums of this rank, [channels] each.
-            count: number of elements per channel on this rank.
+        `sums` are [channels] each; `count` is the number of elements per channel on this rank.
 
         Raises:
             CoupledSamplesError: the backward runs with ``create_graph=True``.
@@ -221,7 +207,7 @@ class RankReducer:
 
         def reduce(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
             *mine, everywhere = tensors[: len(sums) + 1]
-            # dx is divided by `count` later; the factor makes that the number of elements on all ranks.
+            # dx is divided by `count` later; the factor corrects that to the number of elements on all ranks.
             flat = sync.sum_tensor(torch.cat(mine).to(everywhere.dtype)) * (count / everywhere)
             return tuple(
                 each.to(meta.dtype)
@@ -315,24 +301,13 @@ class RankReducer:
     # -- the end --------------------------------------------------------------------------------------------
 
     def vote_once(self, *, failed: bool = False) -> None:
-        """Vote, once per block and before its first collective, whether a rank has failed.
-
-        Raises:
-            WindowError: another rank has failed.
-        """
+        """Vote once, before the first collective; raise `WindowError` if another rank has failed."""
         if not self._voted:
             self._voted = True
             self._vote(failed)
 
     def _vote_before_collective(self, *, again: bool) -> None:
-        """Vote, before a collective of the program, whether a rank has failed.
-
-        Args:
-            again: vote even if the block has voted before.
-
-        Raises:
-            WindowError: another rank has failed.
-        """
+        """Vote before a collective of the program, with `again` also if the block has voted before."""
         if again and self._voted and not self._ended:
             self._vote(failed=False)
         self.vote_once()

@@ -14,13 +14,9 @@ from superbatch.torch.window.sync.sync import Sync
 def mean(
     sync: Sync, parameters: Sequence[Tensor], gradients: list[Tensor | None], device: torch.device
 ) -> list[Tensor | None]:
-    """Return the means of gradients over the ranks, as DDP defines them.
+    """Return the means of gradients over the ranks, as DDP defines them; the given ones are not modified.
 
-    Args:
-        sync: the ranks. Gradients of sharded parameters are returned unchanged, and reduced by `scatter`.
-        parameters: parameters of the gradients.
-        gradients: gradients of this rank; not modified.
-        device: device of the exchange.
+    Gradients of sharded parameters are returned unchanged, and reduced by `scatter`.
     """
     # A sharded parameter is a DTensor, which has a device mesh.
     reduced = [

@@ -51,11 +51,7 @@ _EFFICIENT = _Kernel(
 
 
 def _shard_of(call: Call, values: Sequence[Value], *, seed: int | None = None) -> Shard | None:
-    """Return the common sharding of the values in dimension 0.
-
-    Returns:
-        None if they have none, or for dropout without a seed.
-    """
+    """Return the common sharding in dimension 0; None if there is none, or for dropout without a seed."""
     # Without a seed, the forward of a micro-batch and its rerun in the backward would draw different masks.
     shards = (value.shard for value in values if value.shard is not None)
     shard = next((shard for shard in shards if shard.dim == 0), None)
@@ -98,12 +94,7 @@ def _attention(outputs: int) -> Callable[[Call], OpStrategy | None]:
 
 
 class Seeded(NamedTuple):
-    """Function of a micro-batch that draws the same numbers in each call.
-
-    Attributes:
-        seed: seed of the operation; a micro-batch adds its first sample's index to it.
-        run: the function.
-    """
+    """Function of a micro-batch, run with the seed `seed` plus the index of the first sample."""
 
     seed: int
     run: Run
@@ -116,15 +107,7 @@ class Seeded(NamedTuple):
 
 
 def with_dropout(call: Call, seed: int) -> OpStrategy | None:
-    """Return a strategy for attention with dropout on CUDA.
-
-    Args:
-        call: call of a forward or a backward operator.
-        seed: seed of the forward.
-
-    Returns:
-        The strategy; None if no rule applies.
-    """
+    """Return a strategy for attention with dropout on CUDA, forward or backward; None if no rule applies."""
     strategy = DROPPED[call.func](call, seed)
     return None if strategy is None else strategy.drawing(Seeded(seed, strategy.run))
 
@@ -197,7 +180,7 @@ def _options(kernel: _Kernel, plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_kernel_layout(tensors: list[Tensor], main: int, alignment: int) -> list[Tensor]:
-    """Return the tensors with stride 1 in the last dimension, and the bias after the `main` ones aligned."""
+    """Return the tensors with stride 1 in the last dimension; those after the first `main` are aligned."""
     # torch has checked the strides of the batch, but those of a micro-batch may differ.
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     return [*rows[:main], *(_aligned(bias, alignment) for bias in rows[main:])]

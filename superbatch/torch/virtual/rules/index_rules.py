@@ -110,11 +110,7 @@ def _index(call: Call) -> OpStrategy | None:
 
 
 def _of_indices(call: Call, indices: list[Value]) -> Shard | None:
-    """Return the common sharding of the indices.
-
-    Returns:
-        None if the rows of the result would not be those of the samples.
-    """
+    """Return the common sharding of the indices; None if rows of the result would not be those of samples."""
     shard = next((index.shard for index in indices if index.shard is not None), None)
     listed = call.argument("indices")
     # The result of table[:, index] does not have the samples in front.

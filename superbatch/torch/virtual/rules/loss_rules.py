@@ -22,7 +22,7 @@ def _rows_of(value: Value, shard: Shard, samples: int) -> bool:
 
 
 def _nll_loss_forward(call: Call) -> OpStrategy | None:
-    """Rule for (loss, sum of weights) without a mean, which `trace.composites` computes from the sum."""
+    """Rule for nll_loss_forward, except a mean: `trace.composites` computes that from the sum."""
     x, target = call.tensors[:2]
     if x.shard is None or x.shard.dim != 0:
         return None
@@ -264,7 +264,7 @@ def _distances_backward(call: Call) -> OpStrategy | None:
 
 
 def _leading_alike(call: Call, run: Callable[[BatchSlice, list[Tensor]], Any]) -> OpStrategy | None:
-    """Return a strategy for samples in a leading dimension, which is broadcast; None for others."""
+    """Return a strategy for samples in a dimension before those of the matrices; None for others."""
     leading = [(v.shard, v.shard.dim - v.meta.dim()) for v in call.tensors if v.shard is not None]
     # Positions from the right, where broadcasting aligns dimensions; -2 and -1 are those of the matrix.
     positions = {(shard[1:], position) for shard, position in leading if position < -2}

@@ -22,9 +22,7 @@ aten: Any = torch.ops.aten
 def expanded(call: Call, like: Shard | None = None) -> OpStrategy | None:
     """Return a strategy for expand; None if no dimension of the result belongs to the samples.
 
-    Args:
-        call: call of `expand`.
-        like: sharding of a recorded value with the shape of the result; None if unknown.
+    `like` is the sharding of a recorded value with the shape of the result; None if unknown.
     """
     value = call.tensors[0]
     size, dims = list(call.argument("size")), value.meta.dim()

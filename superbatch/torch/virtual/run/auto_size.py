@@ -26,16 +26,9 @@ def microbatch_size(
 
 
 def largest_size(plan: Plan, samples: int, free: int, budget: int | None) -> int:
-    """Return the largest micro-batch size whose sweeps fit in the free memory.
+    """Return the largest micro-batch size, from 1 to `samples`, whose sweeps fit in `free` bytes.
 
-    Args:
-        plan: the schedule.
-        samples: number of samples of the batch.
-        free: bytes that can be allocated.
-        budget: largest number of bytes of stored rows on the device; None: all rows stay there.
-
-    Returns:
-        A size from 1 to `samples`.
+    `budget` is the largest number of bytes of stored rows on the device; with None all rows stay there.
     """
     stored = sum(value.nbytes for value in plan.stored)
     full = sum(

@@ -18,14 +18,7 @@ from .memo import KeyedCall, Template, template
 
 
 def by_rows(keyed: KeyedCall) -> ByRows | None:
-    """Return the form by rows of an operation on full values.
-
-    Args:
-        keyed: operation on full values, some of them not materialized.
-
-    Returns:
-        The form by rows; None if the operation has to run once, on the full values.
-    """
+    """Return the form by rows of an operation on full values; None if it has to run once, on these values."""
     if not in_backward():  # only gradients of gathered values are full and large
         return None
     # A materialized value is in memory already, so cutting it saves nothing.
@@ -64,12 +57,8 @@ def _enlarges(cached: Template, keyed: KeyedCall, cut: set[int]) -> bool:
 def cut_to_rows(nodes: Iterable[Node], readable: set[Value]) -> dict[Value, Shard]:
     """Switch each operation to its form by rows if every reader of its results reads rows.
 
-    Args:
-        nodes: all operations that may still run, in order; changed in place.
-        readable: values that the program may read.
-
-    Returns:
-        Sums over samples that are read by rows only, with the sharding of these reads.
+    `nodes` are all operations that may still run, in order; `readable` are values that the program may read.
+    Return the sums over samples that are read by rows only, with the sharding of these reads.
     """
     readings: dict[Value, set[Shard | None]] = {}
     read_by_rows: dict[Value, Shard] = {}

@@ -23,9 +23,6 @@ LEAST_RECOMPUTED = 0.1  # smallest share of recomputed operations (without views
 class CarriedRows:
     """Rows that the last micro-batch carries from sweep to sweep.
 
-    Args:
-        plan: the schedule, before it runs.
-
     Attributes:
         first_sweep: first sweep of each operation; the last micro-batch runs it only there.
         last_sweep: last sweep that reads each carried value.

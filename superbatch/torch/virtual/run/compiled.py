@@ -48,7 +48,6 @@ class Segment:
     """Function that runs consecutive operations on a micro-batch; a `Run`.
 
     Args:
-        members: the operations.
         wanted: registers that are read after the segment.
         size: number of registers.
     """
@@ -67,14 +66,9 @@ class Segment:
         self._by_form: dict[InputForm, _Compiled | None] = {}
 
     def __call__(self, microbatch: BatchSlice, tensors: list[Tensor]) -> list[Any]:
-        """Run the segment on a micro-batch.
+        """Run the segment on a micro-batch; empty `tensors`, so that each one is freed after its last use.
 
-        Args:
-            microbatch: the micro-batch.
-            tensors: inputs of the segment; the list is emptied, so that each is freed after its last use.
-
-        Returns:
-            The contents of the `wanted` registers, then a list for each operation with results to reduce.
+        Return the contents of the `wanted` registers, then a list for each operation with results to reduce.
         """
         form = (microbatch.samples, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
         if form not in self._by_form:
@@ -205,7 +199,7 @@ def _cached(key: _Key) -> _Compiled | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Inductor warns about its own deprecations
             return _compile(segment, key.form)
-    except Exception as error:  # Inductor raises any type: for a missing C++ compiler, an operator, ...
+    except Exception as error:  # Inductor may raise any type, e.g. for a missing C++ compiler
         if out_of_memory(error):  # the caller retries with smaller micro-batches
             raise
         _warn(f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}")

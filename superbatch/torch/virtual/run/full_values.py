@@ -15,13 +15,7 @@ from .store import CountedBytes, Store
 
 
 class FullValues:
-    """Count of the full values in memory.
-
-    Args:
-        store: counts their bytes.
-        log: logs their operators.
-        microbatches: number of micro-batches; with one, full values are no larger and are not counted.
-    """
+    """Count of the full values in memory; with one micro-batch, these are no larger and are not counted."""
 
     def __init__(self, store: Store, log: Log, microbatches: int) -> None:
         self._store, self._log, self._several = store, log, microbatches > 1
@@ -46,14 +40,7 @@ class FullValues:
 
 
 def mark(keyed: KeyedCall, results: Any, rows: int, store: Store, log: Log) -> None:
-    """Mark the results of an operation that are full and grow with the batch.
-
-    Args:
-        keyed: the operation.
-        results: its results.
-        rows: rows of a micro-batch.
-        store: counts the results that are already computed.
-        log: logs these results.
+    """Mark the results that are full and grow with the batch; count and log those that are computed already.
 
     Raises:
         CoupledSamplesError: with ``on_gather="error"``.

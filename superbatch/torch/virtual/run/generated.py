@@ -125,12 +125,8 @@ class _Writer:
     ) -> None:
         """Write one instruction.
 
-        Args:
-            direct: 0 to call it as a `Run`; otherwise 1 + the number of arguments after its tensors.
-            inputs: as in `Instruction`.
-            output: as in `Instruction`.
-            frees: as in `Instruction`.
-            effects: side effects, as `_structure_of` returns them.
+        `direct` is 0 for a call as a `Run`, else 1 + the number of arguments after its tensors.
+        `effects` are as `_structure_of` returns them, other arguments as in `Instruction`.
         """
         read = [self._full.get(slot) or f"r{slot}" for slot in inputs]
         function = self._constant()

@@ -71,15 +71,9 @@ def values_of(results: Any) -> list[Value]:
 
 
 def mark_growth(keyed: KeyedCall, results: Any, microbatch_size: int) -> bool:
-    """Mark the results of an operation that grow with the batch.
+    """Mark the results of an operation that grow with the batch, in dimensions above `microbatch_size`.
 
-    Args:
-        keyed: the operation.
-        results: its results.
-        microbatch_size: samples of a micro-batch; dimensions up to this size do not count.
-
-    Returns:
-        True if the operation copies more rows than a micro-batch out of the batch into a full tensor.
+    Return True if the operation copies more rows than a micro-batch out of the batch into a full tensor.
     """
     values = values_of(results)
     if not values:

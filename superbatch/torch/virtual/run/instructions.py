@@ -49,13 +49,11 @@ class Instruction(NamedTuple):
     """Operation on registers.
 
     Attributes:
-        run: as in `Node`.
+        run, compilable, view: as in `Node`.
         inputs: registers that it reads.
         output: register of the only result; not used with side effects, which have their own registers.
         effects: side effects; None for most instructions, which the interpreter runs in one line.
         frees: registers that no later instruction reads.
-        compilable: as in `Node`.
-        view: as in `Node`.
     """
 
     run: Run

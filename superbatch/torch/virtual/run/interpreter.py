@@ -8,19 +8,17 @@ from typing import Any
 from ..ir.shard import BatchSlice
 from .instructions import Instruction, SideEffects
 
-# Of (microbatch, rows, prefetcher, next_read, carries). `rows` executes a `Load`. It is an argument, because
-# it is a method of the program, which refers to this function: a reference back would make a cycle, which
-# keeps full tensors in memory until a garbage collection.
+# Arguments: microbatch, rows, prefetcher, next_read, carries. `rows` executes a `Load`. It is an argument,
+# because it is a method of the program, which refers to this function: a reference back would make a cycle,
+# which keeps full tensors in memory until a garbage collection.
 Function = Callable[..., None]
 
 
 def interpreted(program: Sequence[Instruction], registers: Sequence[Any], carried: Any) -> Function:
     """Return a function that runs a program on a micro-batch.
 
-    Args:
-        program: the instructions of a sweep.
-        registers: initial registers: full values, and None for rows.
-        carried: receives the rows that the last micro-batch carries to the next sweep; None to carry none.
+    The initial `registers` have full values, and None for rows. `carried` receives the rows that the last
+    micro-batch carries to the next sweep; None to carry none.
     """
     before = list(registers)
 

@@ -63,7 +63,6 @@ class Log:
         on_gather: reaction to an operation that gathers the batch.
 
     Attributes:
-        where: path of the module whose forward runs; "" outside of any.
         sweeps, recorded, run, repeated: as in `CouplingReport`.
         is_split: the batch has several micro-batches; with one, full values are no larger.
     """
@@ -154,12 +153,7 @@ class Log:
         warn(text)
 
     def log_point(self, node: Node, kept: int) -> None:
-        """Log a coupling point.
-
-        Args:
-            node: operation whose results later operations read per micro-batch.
-            kept: bytes of its inputs that are stored.
-        """
+        """Log a coupling point; `kept` is the number of bytes of its inputs that are stored."""
         # The report lists the points of the forward, and only the number of those of the backward.
         if node.backward:
             self._backward.add(node.serial)
@@ -194,12 +188,9 @@ class Log:
             self._without_rule[node.serial] = _point(node, 0)
 
     def log_full_value(self, origin: tuple[str, str, bool], nbytes: int, rows: int) -> None:
-        """Log a full value in memory.
+        """Log a full value in memory; `origin` is as in `FullValues.count`.
 
-        Args:
-            origin: its module, its operator, and True for a backward.
-            nbytes: its size.
-            rows: number of rows of the batch in it; 0 if that number grows with the batch.
+        `rows` is the number of rows of the batch in it; 0 if that number grows with the batch.
         """
         sums = self._full.setdefault(origin, [0, 0, 0, 0])
         sums[:] = sums[0] + 1, sums[1] + nbytes, sums[2] + rows, sums[3] or not rows

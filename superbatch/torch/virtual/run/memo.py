@@ -64,10 +64,7 @@ class KeyedCall:
     """Call of an operator, with its cache key: operator, arguments, shapes, dtypes and sharding.
 
     Args:
-        func: the operator.
-        args: positional arguments, with a `Value` for each tensor.
-        kwargs: keyword arguments.
-        samples: number of samples of the batch.
+        func, args, kwargs, samples: as in `Call`.
 
     Attributes:
         tensors, paths: all values in order, and their paths in the arguments.
@@ -135,14 +132,10 @@ _PLAIN = {
 
 
 def template(keyed: KeyedCall) -> Template | None:
-    """Return the cached template of a call.
+    """Return the cached template of a call of an operator that draws no random numbers.
 
-    Args:
-        keyed: the call of an operator that draws no random numbers.
-
-    Returns:
-        The template; None if the call is decomposed, its shape depends on numbers, or the type of an argument
-        is not in `_PLAIN`.
+    Return None if the call is decomposed, its shape depends on numbers, or the type of an argument is not in
+    `_PLAIN`.
     """
     if keyed.key is None:
         return None

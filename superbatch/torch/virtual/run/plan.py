@@ -42,15 +42,10 @@ class Plan(NamedTuple):
 
 
 def plan(targets: Iterable[Value], readable: Iterable[Value], *, by_rows: bool = False) -> Plan:
-    """Schedule the operations that compute full values.
+    """Schedule the operations that compute the targets, which are full values.
 
-    Args:
-        targets: full values to compute.
-        readable: values that the program may read later, because its tensors refer to them.
-        by_rows: compute full values by rows if all readers take rows; saves memory, costs kernel calls.
-
-    Returns:
-        The plan.
+    `readable` are values that the program may read later, because its tensors refer to them. With `by_rows`,
+    full values are computed by rows if all readers take rows; that saves memory, and costs kernel calls.
     """
     targets, readable = set(targets), set(readable)
     others = [value for value in readable if not value.materialized and value not in targets]
@@ -178,7 +173,7 @@ def _running_stages(
     stored: dict[Value, int],
     later: bool,
 ) -> set[int]:
-    """Return the stages in which a node runs, and add the outputs to store to `stored`."""
+    """Return the stages in which a node runs, and add its outputs that must be stored to `stored`."""
     runs = {stage[node]} if None in node.shards else set[int]()
     for output in node.outputs:
         value = output()

@@ -17,12 +17,7 @@ from superbatch.torch.window.transfer import SideStream, has_streams, pinned
 
 
 class Prefetcher:
-    """Copy rows to the device, one tensor ahead of the computation.
-
-    Args:
-        device: device of the computation.
-        to_host: stream of the copies from the device to the host.
-    """
+    """Copy rows to the device, one tensor ahead; `to_host` is the stream of the copies to the host."""
 
     def __init__(self, device: torch.device, to_host: SideStream | None = None) -> None:
         self._device = device
@@ -34,12 +29,7 @@ class Prefetcher:
         self._coming: tuple[Hashable, Tensor] | None = None
 
     def fetch(self, key: Hashable, rows: Tensor) -> Tensor:
-        """Return rows on the device.
-
-        Args:
-            key: key of these rows, as given to `begin`.
-            rows: the rows, on the device or on the host.
-        """
+        """Return rows on the device; `key` is that of these rows in `begin`."""
         # Removed in any case, because a copy is used at once or not at all.
         coming, self._coming = self._coming, None
         if coming is not None:

@@ -18,12 +18,9 @@ MOST = 100  # a loop over time steps has thousands, and compile time grows faste
 
 
 def segmented(program: list[Instruction], registers: list[Any], *, rows_on_host: bool) -> list[Instruction]:
-    """Return an equivalent program with segments.
+    """Return an equivalent program with segments; append their registers to the initial `registers`.
 
-    Args:
-        program: the instructions of a sweep.
-        registers: initial registers; those for the segments are appended.
-        rows_on_host: rows may be in the host's memory, and are copied to the device when they are read.
+    With `rows_on_host`, rows may be in the host's memory, and are copied to the device when they are read.
     """
     rewriting = _SegmentBuilder(program, registers)
     for position, instruction in enumerate(program):

@@ -89,23 +89,14 @@ class Store:
 
 
 class CountedBytes:
-    """Token that counts the bytes of a full value in a store until the token is freed.
-
-    Args:
-        store: counts the bytes.
-        nbytes: size of the value.
-    """
+    """Token for the bytes of a full value, which count in a store until the token is freed."""
 
     def __init__(self, store: Store, nbytes: int) -> None:
         store.add(store.owned_by(self), FULL, nbytes)
 
 
 class RowStore:
-    """Stored rows of a value, by micro-batch.
-
-    Args:
-        store: decides between device and host, and counts the bytes.
-    """
+    """Stored rows of a value, by micro-batch."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -31,14 +31,7 @@ GENERATE_FROM = 8  # micro-batches; generating a function costs the time that it
 def run(
     plan: Plan, microbatches: Sequence[BatchSlice], store: Store, log: Log, *, compile: bool = False
 ) -> None:
-    """Execute a plan.
-
-    Args:
-        plan: the schedule; its operations are removed as they run.
-        microbatches: the micro-batches.
-        store: stores rows.
-        log: counts operations and sweeps.
-        compile: compile consecutive operations.
+    """Execute a plan; its operations are removed as they run.
 
     Raises:
         WindowError: an input was written in place after an operation on it was recorded.
@@ -82,11 +75,7 @@ def _free_nodes(plan: Plan, nodes: list[Node]) -> None:
 
 
 def unchanged(value: Value) -> Tensor:
-    """Return the tensor of a full value.
-
-    Raises:
-        WindowError: the program has written it since the operation on it was recorded.
-    """
+    """Return the tensor of a full value; raise `WindowError` if it was written since it was recorded."""
     tensor = value.full
     assert tensor is not None
     if value.source is not None and _is_written(*value.source, tensor):
@@ -230,20 +219,12 @@ class _Program:
         self.build(interpreted)
 
     def build(self, builder: Callable[..., Function]) -> None:
-        """Build the function that runs the instructions.
-
-        Args:
-            builder: `interpreted` or `generated`.
-        """
+        """Build the function that runs the instructions, with `interpreted` or `generated`."""
         carried = None if self._carried is None else self._carried.rows
         self._function = builder(self._program, self._registers, carried)
 
     def compile(self, *, rows_on_host: bool) -> None:
-        """Replace consecutive operations by compiled segments.
-
-        Args:
-            rows_on_host: rows may be in the host's memory.
-        """
+        """Replace consecutive operations by compiled segments; `rows_on_host` as in `segmented`."""
         from .segments import segmented  # loaded only for blocks that compile
 
         self._program = segmented(self._program, self._registers, rows_on_host=rows_on_host)
@@ -336,13 +317,9 @@ class _Program:
         *,
         carries: bool,
     ) -> None:
-        """Run the program for a micro-batch.
+        """Run the program for a micro-batch; with `carries`, its rows are carried to the next sweep.
 
-        Args:
-            microbatch: the micro-batch.
-            prefetcher: copies rows to the device; None on a device that shares the host's memory.
-            next_read: rows that the next program reads first.
-            carries: this micro-batch carries rows to the next sweep.
+        `prefetcher` copies rows to the device (None: shared memory), last `next_read` for the next program.
         """
         self._function(microbatch, self._rows, prefetcher, next_read, carries)
 

@@ -84,13 +84,7 @@ _RESHAPES = {
 
 
 def _base_after_write(recording: Recorder, step: ViewStep, base: Value, new: Value) -> Value:
-    """Return the base of a view after a write into the view.
-
-    Args:
-        recording: recording of the block.
-        step: operation that makes the view from the base.
-        base: the base before the write.
-        new: the view after the write.
+    """Return the base of a view made by `step`, after a write that turned the view into `new`.
 
     Raises:
         WindowError: a view by this operation cannot be written.

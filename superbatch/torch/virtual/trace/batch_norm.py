@@ -102,8 +102,8 @@ def forward(
     return recording.wrapped([output, mean, invstd])
 
 
-# `_normalised`, `_moments` and `_sums` return cached functions: segments compare functions by identity, so
-# that equal layers share a compiled segment.
+# `_normalised`, `_moments` and `_sums` return cached functions, so that equal layers share a compiled
+# segment: segments compare functions by identity.
 
 
 @lru_cache(maxsize=1 << 10)

@@ -75,15 +75,7 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _on_real_tensors(recording: Recorder, func: Any, args: Any, kwargs: Any, real: Any = None) -> Any:
-    """Run an operation on real tensors, made from the numbers of virtual ones.
-
-    Args:
-        recording: recording of the block.
-        func: the operator.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        real: real tensors to use instead, by the id of the virtual tensor.
-    """
+    """Run an operation on real tensors: those in `real`, by id of the virtual one, else its numbers."""
 
     def one(item: Any) -> Any:
         if real and id(item) in real:

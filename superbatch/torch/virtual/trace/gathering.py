@@ -26,16 +26,9 @@ _TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 
 
 def gather(log: Log, value: Value, kind: CouplingKind, operator: Any) -> Value:
-    """Record the gathering of a sharded value.
+    """Record the gathering of a sharded value; return the full value, the same one in each call.
 
-    Args:
-        log: logs operators that gather the batch.
-        value: the sharded value.
-        kind: "gathered": the operator reads the full value; "unknown": the operator has no rule.
-        operator: the operator.
-
-    Returns:
-        The full value; the same one in each call.
+    `kind` is "gathered" if the operator reads the full value, "unknown" if the operator has no rule.
     """
     # Cached weakly: readers share one copy, which is freed after the last one.
     if value.gathered is not None and (full := value.gathered()) is not None:

@@ -42,11 +42,7 @@ class WrongRuleError(SuperbatchError, AssertionError):
 
 
 def check(recording: Recorder, call: Call, results: Any) -> None:
-    """Run the call on full tensors, and compare the results.
-
-    Raises:
-        WrongRuleError: a result differs by more than rounding.
-    """
+    """Run the call on full tensors; raise `WrongRuleError` if a result differs by more than rounding."""
     inputs = recording.materialized([recording.gathered(value) for value in call.tensors])
     copies = [tensor.clone() for tensor in inputs]  # references may write into their arguments
     # Some kernels cannot be called on gathered tensors, because the state of their forward is missing.
@@ -68,15 +64,9 @@ def compare(
     results: Any,
     expected: Any,
 ) -> None:
-    """Compare results with those on full tensors.
+    """Compare the results that are values with those on full tensors, up to the length of `expected`.
 
-    Args:
-        recording: recording of the block.
-        func: the operator.
-        values: inputs of the operator.
-        inputs: their full tensors.
-        results: values; other items are not compared.
-        expected: tensors, one per result; results beyond its length are not compared.
+    `inputs` are the full tensors of `values`, the inputs of the operator.
 
     Raises:
         WrongRuleError: a result differs by more than rounding.

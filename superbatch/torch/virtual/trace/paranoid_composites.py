@@ -32,11 +32,7 @@ _BATCH_NORM_BACKWARD = {aten.native_batch_norm_backward, aten.cudnn_batch_norm_b
 def compared(
     recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dispatch: Dispatch
 ) -> Any:
-    """Run an operation, and compare its results with those on full tensors.
-
-    Raises:
-        WrongRuleError: a result differs by more than rounding.
-    """
+    """Run an operation, and compare its results with those on full tensors, like `paranoia.compare`."""
     if func._schema.is_mutable:
         return _compared_write(recording, func, args, kwargs, dispatch)
     if func is aten.native_dropout.default:

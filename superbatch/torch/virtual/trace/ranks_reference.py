@@ -20,11 +20,7 @@ from ..ir.values import Value
 def forward(recording: Recorder, ranks: RankSums, mean: Value, arguments: Arguments) -> list[Tensor]:
     """Return the output, mean, 1 / standard deviation and the updated running statistics.
 
-    Args:
-        recording: recording of the block.
-        ranks: sums over the ranks.
-        mean: mean to compare with, which identifies the ranks.
-        arguments: arguments by name, with full tensors from before the operation.
+    `mean`, to be compared, identifies the ranks; `arguments` are full tensors from before the operation.
     """
     x = in_float64(arguments["input"])
     # One flat tensor includes the count, because ranks may have different numbers of samples.
@@ -52,14 +48,9 @@ def forward(recording: Recorder, ranks: RankSums, mean: Value, arguments: Argume
 def backward(
     recording: Recorder, ranks: RankSums, mean: Value, arguments: Arguments, *, mask: Any
 ) -> list[Any]:
-    """Return the gradients of input, weight and bias.
+    """Return the gradients of input, weight and bias that `mask` asks for.
 
-    Args:
-        recording: recording of the block.
-        ranks: sums over the ranks.
-        mean: mean of the layer's forward, which identifies the ranks.
-        arguments: as in `forward`; the gradient is the argument whose name begins with "grad".
-        mask: flags of the gradients to compute.
+    `mean` is that of the forward, and identifies the ranks. The name of the gradient begins with "grad".
     """
     x = in_float64(arguments["input"])
     grad = in_float64(next(value for name, value in arguments.items() if name.startswith("grad")))

@@ -49,24 +49,14 @@ _NOTHING = meta_tensor((), (), torch.float32)  # for an absent result
 
 
 class Recording:
-    """Operations of one block.
+    """Operations of one block; properties and most methods are explained in `Recorder`.
 
     Args:
-        samples: number of samples of the batch.
         size: largest size of a micro-batch; "auto": chosen before numbers are first computed.
-        device: device of the computation.
-        randomness: source of random numbers.
-        store: stores rows from sweep to sweep.
-        log: logs operations and coupling points.
-        paranoid: compare every operation with the same operation on full tensors.
-        compile: compile consecutive operations of a sweep.
 
     Attributes:
-        open: the block has not ended.
         ending: the program has left the block.
         leaves: leaves that may get a gradient, with their old gradients.
-        readings: real tensors that operations read.
-        ranks: reductions over the ranks; None on a single rank.
     """
 
     def __init__(
@@ -239,13 +229,7 @@ class Recording:
     def gathered(
         self, value: Value, kind: CouplingKind = "gathered", operator: Any = READ_BY_PROGRAM
     ) -> Value:
-        """Return a value as a full one.
-
-        Args:
-            value: the value.
-            kind: "gathered": the operator reads it in full; "unknown": the operator has no rule.
-            operator: the operator.
-        """
+        """Return a value as a full one; `kind` is as in `gathering.gather`."""
         return value if value.shard is None else gather(self.log, value, kind, operator)
 
     def _run_now(self, call: Call) -> Any:

@@ -16,15 +16,9 @@ from . import paranoia
 
 
 def spread(recording: Recorder, keyed: KeyedCall, shards: Mapping[torch.Size, Shard]) -> Any:
-    """Expand a full value to a sharded one.
+    """Expand a full value to a sharded one; None if the result is full, or if the cached template applies.
 
-    Args:
-        recording: recording of the block.
-        keyed: call of `expand`.
-        shards: shardings of the block's values, by shape.
-
-    Returns:
-        The sharded result; None if the result is full, or if the cached template applies.
+    `keyed` is a call of `expand`; `shards` are the shardings of the block's values, by shape.
     """
     # Not cached by key, because the sharding depends on the values that were recorded before (`shards`).
     value, like = keyed.tensors[0], shards.get(torch.Size(keyed.args[1]))

@@ -63,12 +63,7 @@ class VirtualState:
         self.version = storage.version
 
     def set_value(self, handle: Handle, version: int) -> None:
-        """Set the value of the tensor.
-
-        Args:
-            handle: handle of the value.
-            version: version of the storage from which the value was computed.
-        """
+        """Set the value; `version` is that of the storage from which the value was computed."""
         self.handle, self.version = handle, version
         self.recording.register(handle)
 
@@ -226,11 +221,7 @@ def is_hollow(tensor: Tensor) -> bool:
 
 
 def refuse_hollow(tensor: Tensor) -> None:
-    """Check that the .data of a real tensor was not set to a virtual one.
-
-    Raises:
-        WindowError: it was.
-    """
+    """Raise `WindowError` if the .data of a real tensor was set to a virtual one."""
     if is_hollow(tensor):
         raise hollow_error(tensor)
 

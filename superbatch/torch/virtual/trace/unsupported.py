@@ -56,11 +56,7 @@ class RefuseVirtualData(TorchFunctionMode):
 
 
 def refuse_nested(leaf: Any) -> Any:
-    """Return a leaf of the batch unchanged.
-
-    Raises:
-        InputError: the leaf is a nested tensor.
-    """
+    """Return a leaf of the batch unchanged; raise `InputError` if it is a nested tensor."""
     if isinstance(leaf, Tensor) and leaf.is_nested:
         raise InputError(
             "virtual_batch cannot take a nested tensor (torch.nested), which has no dimension of samples. "
@@ -70,11 +66,7 @@ def refuse_nested(leaf: Any) -> Any:
 
 
 def refuse_jagged(*args: Any, **kwargs: Any) -> Any:
-    """Raise, because a nested tensor cannot be made from a virtual one.
-
-    Raises:
-        WindowError: always.
-    """
+    """Raise `WindowError`, because a nested tensor cannot be made from a virtual one."""
     raise WindowError(
         "A nested tensor (torch.nested, layout=torch.jagged) cannot be made from a virtual tensor. "
         "Use a padded tensor and a mask in the block."

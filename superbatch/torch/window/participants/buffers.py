@@ -157,6 +157,7 @@ def _clones(buffers: list[Tensor | None]) -> list[Tensor | None]:
         # A lazy buffer has no content before the first forward.
         if buffer is None or is_lazy(buffer):
             copies.append(None)
+        # Only dense tensors on an accelerator are copied by one kernel.
         elif buffer.is_cpu or buffer.is_meta or buffer.layout is not torch.strided or buffer.requires_grad:
             copies.append(buffer.clone())
         else:

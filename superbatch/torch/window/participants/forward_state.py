@@ -97,6 +97,7 @@ class ForwardStateOfEach(ForwardState):
     def rollback(self) -> bool:
         """Restore the savepoint."""
         if self._saved is None:
+            # Before the first micro-batch there is no savepoint.
             return super().rollback()
         self._saved.restore()
         return True

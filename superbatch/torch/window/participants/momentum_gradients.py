@@ -101,6 +101,7 @@ class MomentumGradientSum:
         """Update each parameter that had a gradient, ``p -= lr v``; a second call continues the first."""
         entries = self._with_sum()
         with torch.no_grad():
+            # A second call, after an interrupt, skips the parameters in `_updated`.
             while len(self._updated) < len(entries):
                 entry = entries[len(self._updated)]
                 buffer, rate = self._state[entry.target]["momentum_buffer"], float(entry.group["lr"])

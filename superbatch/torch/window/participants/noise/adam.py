@@ -45,6 +45,7 @@ class Preconditioner:
     """
 
     def __init__(self, owned: Sequence[ManagedParameter]) -> None:
+        # Before the window, because its own gradient in the moments would bias the estimate below zero.
         self._inverse = [_inverse_of(entry) for entry in owned]
 
     def norms(self, index: int, gradient: Tensor) -> Norms:

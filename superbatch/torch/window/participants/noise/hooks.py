@@ -199,6 +199,7 @@ class MicrobatchGradientNorms:
             if not parts:
                 continue
             if self._keeps_parts is not None and self._keeps_parts[number]:
+                # The norm of a sum cannot be computed from the norms of its parts, so the parts were kept.
                 gradient = _sum(parts)
                 self._norms.append(
                     (index, group, factor, (_norm(gradient), *self._by_metric(number, gradient)))
@@ -270,6 +271,7 @@ def on_host(norms: Sequence[float | Tensor]) -> list[float]:
         if isinstance(norm, Tensor):
             by_device.setdefault((norm.device, norm.dtype), []).append((number, norm))
     for tensors in by_device.values():
+        # One copy to the host per device, because each copy waits for the device.
         stacked = torch.stack([norm for _, norm in tensors]).tolist()
         for (number, _), value in zip(tensors, stacked, strict=True):
             found[number] = value
