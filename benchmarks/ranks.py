@@ -143,8 +143,8 @@ def _measured(setting: Setting, entries: list[Contestant], rounds: int) -> list[
         for _ in range(WARM_UP):
             update()
         exchanges[entry.name] = counted(update)
-        # The minimum of several runs, because gloo's threads free a buffer at varying times. Each rank takes its
-        # own: on a busy machine a late thread of one rank or another spoils nearly every run.
+        # The minimum of several runs, because gloo's threads free a buffer at varying times. Each rank takes
+        # its own: on a busy machine a late thread of one rank or another spoils nearly every run.
         peaks[entry.name] = _largest(min(peak_bytes(update) for _ in range(PEAKS)))
         updates[entry.name], parameters[entry.name] = update, _parameters(model)
     times: dict[str, list[float]] = {entry.name: [] for entry in entries}

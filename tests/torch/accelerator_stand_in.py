@@ -1,8 +1,9 @@
 """Fake accelerator that computes on the CPU and records each transfer to the host.
 
-``Elsewhere`` wraps a CPU tensor and reports a device whose type is neither "cpu" nor "meta". Autograd,
-parameters, optimizers and in-place operations work on it. Each operator that copies a value to the host is
-recorded in `READS`: a real device would synchronize there. Storages are not emulated: a data pointer is 0.
+``Elsewhere`` wraps a CPU tensor and reports a device whose type is neither "cpu" nor "meta". Like CUDA, it
+refuses operators on CPU tensors beside its own, with few exceptions. Autograd, parameters, optimizers and
+in-place operations work on it. Each operator that copies a value to the host is recorded in `READS`: a real
+device would synchronize there. Storages are not emulated: a data pointer is 0.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from superbatch.torch import devices
 
@@ -25,6 +26,10 @@ READS: list[str] = []
 
 FLOAT64 = [True]
 """False emulates MPS, which has no float64."""
+
+# As on CUDA: any operator reads a number on the CPU; these read whole tensors there, or their indices.
+_READ_BOTH = {"copy", "copy_", "_to_copy"}
+_READ_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 
 _READING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "allclose"}
 
@@ -65,6 +70,7 @@ class Elsewhere(Tensor):
         to_host = target is not None and torch.device(target).type == "cpu"
         if name in _READING or (to_host and name == "_to_copy"):
             READS.append(name)
+        _check_devices(name, args, kwargs)
         if target is not None:
             kwargs["device"] = "cpu"
         plain, plain_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
@@ -74,6 +80,19 @@ class Elsewhere(Tensor):
         if to_host or (name == "copy_" and not isinstance(args[0], Elsewhere)):
             return args[0] if name == "copy_" else found
         return return_and_correct_aliasing(func, args, kwargs, tree_map(_outer, found))
+
+
+def _check_devices(name: str, args: Any, kwargs: Any) -> None:
+    """Raise the error of torch for a CPU tensor beside tensors of the device."""
+    if name in _READ_INDICES:
+        args = (args[0], *args[2:])
+    tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+    here = [item for item in tensors if item.device.type == "cpu" and item.dim()]
+    there = [item for item in tensors if isinstance(item, Elsewhere)]
+    if here and there and name not in _READ_BOTH:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices in {name}"
+        )
 
 
 def _inner(item: Any) -> Any:
@@ -94,6 +113,18 @@ class _Factories(TorchDispatchMode):
             return func(*args, **kwargs)
         kwargs["device"] = "cpu"
         return tree_map(_outer, func(*tree_map(_inner, args), **tree_map(_inner, kwargs)))
+
+
+@contextmanager
+def made_in_operators() -> Iterator[None]:
+    """Allow operators to make tensors on `DEVICE` too, where `_Factories` is not active."""
+
+    def empty(size: Any, **options: Any) -> Tensor:
+        return Elsewhere(torch.empty(size, dtype=options["dtype"]))
+
+    with torch.library._scoped_library("aten", "IMPL") as kernels:
+        kernels.impl("empty.memory_format", empty, "Lazy")
+        yield
 
 
 @contextmanager

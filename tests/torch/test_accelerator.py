@@ -131,7 +131,7 @@ def test_a_nonfinite_microbatch_is_dropped(device: None) -> None:
     model, data = elsewhere(_net()), _data(12)
 
     def loss_fn(mb: Any) -> Tensor:
-        loss = _loss(model)(mb)
+        loss = _loss(model)([Elsewhere(item) for item in mb])
         return loss * float("inf") if bool((mb[0] == data[0][2]).any()) else loss
 
     accumulate = Accumulator(

@@ -56,13 +56,15 @@ MOST_CHECKED = 4  # micro-batches: enough to have unequal token counts, cheap be
 
 
 def check_declaration(
-    problem: Problem, microbatches: Sequence[Any], *, frozen: Sequence[nn.Module] = ()
+    problem: Problem, microbatches: Sequence[Any], *, trained: Any = None, frozen: Sequence[nn.Module] = ()
 ) -> Checked:
     """Compare the loss of micro-batches with the losses of their parts; model and random state are restored.
 
     Args:
         problem: the model, its loss, and its declaration.
         microbatches: micro-batches; those with fewer than two samples are skipped.
+        trained: a micro-batch that training evaluates. The others may have other numbers of samples, which
+            a model with fixed shapes refuses. None: training evaluates all of them.
         frozen: modules to run in evaluation mode: BatchNorms that participants handle.
 
     Returns:
@@ -73,6 +75,7 @@ def check_declaration(
         CoupledSamplesError: no weights explain the losses.
     """
     with prepared(problem, frozen) as (evaluation, keeper):
+        evaluation.trained = trained
         chosen = _choose(microbatches, problem)
         found, reasons = _examine(evaluation, chosen)
         # Raised inside `prepared`, which restores the model.
@@ -245,7 +248,8 @@ def _check(evaluation: Evaluation, microbatch: Any, turn: int) -> str:
         except Exception as error:  # user code may raise anything under the modes of the check
             if out_of_memory(error):
                 raise
-            evaluation.plain(microbatch)  # raises the error that training would raise
+            # Raises the error that training would raise.
+            evaluation.plain(microbatch if evaluation.trained is None else evaluation.trained)
             evaluation.failure = f"{type(error).__name__}: {error}"
             return NOT_EVALUATED
         if not normalize.takes_part(union.weight, reduction=problem.reduction):

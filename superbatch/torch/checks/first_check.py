@@ -55,7 +55,7 @@ def check_later_window(
             with (
                 _agreed(config.sync),
                 config.sync.no_sync(),
-                announcing(problem, _spare(window), config.sync),
+                announcing(problem, _trained(window), config.sync),
             ):
                 pass
         return Checked.of(())
@@ -74,14 +74,14 @@ def check_pairs(
             something other than entries or samples.
     """
     sync = config.sync
-    with _agreed(sync), sync.no_sync(), announcing(_problem(config, window), _spare(window), sync) as whole:
+    with _agreed(sync), sync.no_sync(), announcing(_problem(config, window), _trained(window), sync) as whole:
         for pair, problem in product(pairs, by_term(whole).values()):
             if problem.reduction == "mean" and problem.weight != "returned":
                 check_lengths(problem, pair, frozen=frozen)
 
 
-def _spare(window: MicrobatchList) -> Any:
-    """Return a micro-batch for the forwards that this rank makes for other ranks; None without data."""
+def _trained(window: MicrobatchList) -> Any:
+    """Return a micro-batch that training evaluates; None without data."""
     return window.runs[0] if window.runs else None
 
 
@@ -106,7 +106,7 @@ def _check_terms(
     found: list[Checked] = []
     for name, problem in by_term(_problem(config, window)).items():
         try:
-            found.append(check_on_all_ranks(problem, chosen, _spare(window), config.sync, frozen=frozen))
+            found.append(check_on_all_ranks(problem, chosen, _trained(window), config.sync, frozen=frozen))
         except (LossSpecError, CoupledSamplesError) as error:  # noqa: PERF203  (there are few terms)
             if not name:
                 raise
@@ -115,18 +115,24 @@ def _check_terms(
 
 
 def check_on_all_ranks(
-    problem: Problem, microbatches: Sequence[Any], idle: Any, sync: Sync, *, frozen: Sequence[nn.Module] = ()
+    problem: Problem,
+    microbatches: Sequence[Any],
+    trained: Any,
+    sync: Sync,
+    *,
+    frozen: Sequence[nn.Module] = (),
 ) -> Checked:
     """Run `check_declaration` on every rank; if it raises on one, all ranks raise.
 
-    `idle` is a micro-batch for the forwards that other ranks wait for. The outcome is that of this rank.
+    `trained` is a micro-batch that training evaluates, also for the forwards that other ranks wait for; None
+    on a rank without data. The outcome is that of this rank.
 
     Raises:
         LossSpecError, CoupledSamplesError: the loss contradicts its declaration, here or on another rank.
         RankError: another rank failed for another reason, e.g. an error in `loss_fn`.
     """
-    with _agreed(sync), sync.no_sync(), announcing(problem, idle, sync) as announced:
-        return _check_in_memory(announced, microbatches, frozen)
+    with _agreed(sync), sync.no_sync(), announcing(problem, trained, sync) as announced:
+        return _check_in_memory(announced, microbatches, trained, frozen)
 
 
 @contextmanager
@@ -150,19 +156,21 @@ def _agreed(sync: Sync) -> Iterator[None]:
         )
 
 
-def _check_in_memory(problem: Problem, microbatches: Sequence[Any], frozen: Sequence[nn.Module]) -> Checked:
+def _check_in_memory(
+    problem: Problem, microbatches: Sequence[Any], trained: Any, frozen: Sequence[nn.Module]
+) -> Checked:
     """Check micro-batches, halved until they fit in memory."""
-    while (checked := _check_that_fits(problem, microbatches, frozen)) is None:
+    while (checked := _check_that_fits(problem, microbatches, trained, frozen)) is None:
         release_caches(*accelerators([problem.model]))
         microbatches = [half for microbatch in microbatches[:8] for half in _halves(problem, microbatch)]
     return checked
 
 
 def _check_that_fits(
-    problem: Problem, microbatches: Sequence[Any], frozen: Sequence[nn.Module]
+    problem: Problem, microbatches: Sequence[Any], trained: Any, frozen: Sequence[nn.Module]
 ) -> Checked | None:
     try:
-        return check_declaration(problem, microbatches, frozen=frozen)
+        return check_declaration(problem, microbatches, trained=trained, frozen=frozen)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise

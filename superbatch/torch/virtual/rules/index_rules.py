@@ -141,7 +141,7 @@ def _index_put(call: Call) -> OpStrategy | None:
 
 
 def _copy(call: Call) -> OpStrategy | None:
-    """Rule for copy: the source in the shape and dtype of the target, whose numbers are not read."""
+    """Rule for copy: the source in the shape, dtype and device of the target, whose numbers are not read."""
     target, source = call.tensors
     shape = tuple(target.meta.shape)
     shard = target.shard
@@ -152,11 +152,11 @@ def _copy(call: Call) -> OpStrategy | None:
         return None
     dim = shard.dim + source.meta.dim() - len(shape)
     cut = dim >= 0 and source.meta.shape[dim] == shape[shard.dim]
-    dtype = target.meta.dtype
+    device, dtype = target.device, target.meta.dtype
 
     def run(microbatch: BatchSlice, tensors: list[Tensor]) -> Tensor:
         size = [*shape[: shard.dim], shard.rows(microbatch.samples), *shape[shard.dim + 1 :]]
-        return tensors[0].to(dtype).expand(size)
+        return tensors[0].to(device, dtype).expand(size)
 
     return OpStrategy([Operand(source, shard.at(dim) if cut else REPLICATE)], [shard], run, light=True)
 

@@ -211,7 +211,9 @@ def backward(
         def frozen(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
             scale, mean, var = _picked(tensors, positions, 2)
             dy, x = tensors[:2]
-            return _backward_kernel(dy, x, scale, mean, var, None, None, False, eps, mask)
+            # The kernel of CUDA requires tensors, empty ones in eval mode; that of the CPU ignores them.
+            empty = x.new_empty(0)
+            return _backward_kernel(dy, x, scale, mean, var, empty, empty, False, eps, mask)
 
         strategy = OpStrategy([*inputs, *operands], [shard, PARTIAL, PARTIAL], frozen)
         metas = [
@@ -234,10 +236,10 @@ def _sums(positions: tuple[int | None, ...], eps: float) -> Run:
     def sums(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
         scale, mean, invstd = _picked(tensors, positions, 2)
         dy, x = tensors[:2]
+        # Without a weight the kernel of CUDA returns no sums. They do not depend on its values.
+        weight = torch.ones_like(mean) if scale is None else _like(scale, mean)
         # Without dx, for which the kernel would use the sums of the micro-batch.
-        return _backward_kernel(
-            dy, x, _like(scale, mean), None, None, mean, invstd, True, eps, [False, True, True]
-        )[1:]
+        return _backward_kernel(dy, x, weight, None, None, mean, invstd, True, eps, [False, True, True])[1:]
 
     return sums
 
@@ -342,7 +344,7 @@ def _samples_in_channels_backward(recording: Recorder, grad: Any, x: Any, rest: 
     )
 
 
-# -- CUDA (written from the schemas, tested on a CPU only) --------------------------------------------------
+# -- CUDA ---------------------------------------------------------------------------------------------------
 
 
 def cudnn_forward(

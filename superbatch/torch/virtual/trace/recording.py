@@ -37,6 +37,7 @@ from . import composites, paranoia
 from .aliases import current
 from .dispatch import dispatch
 from .gathering import READ_BY_PROGRAM, gather
+from .host_indices import on_device
 from .leaves import Leaves
 from .randomness import Randomness, draw_full_batch
 from .spreading import spread
@@ -111,14 +112,17 @@ class Recording:
     def _computed(self, keyed: KeyedCall) -> Any:
         func, args, kwargs = keyed.func, keyed.args, keyed.kwargs
         kind = traits(func)
-        batch = pending = False
+        batch = pending = elsewhere = False
         for value in keyed.tensors:
             if value.meta is None:  # sparse or nested
                 return self._run_now(keyed.call())
             batch = batch or value.shard is not None
             pending = pending or value.full is None
+            elsewhere = elsewhere or value.device != self.device
         if kind.immediate:
             return self._run_now(keyed.call())
+        if batch and elsewhere and (moved := on_device(self, keyed)) is not None:
+            return self._computed(moved)
         if not batch and kind.like:  # ones_like(loss) must not materialize a pending loss
             like = empty_like(keyed.tensors[0].meta, keyed.tensors[0].device)
             return self.from_real(func(like, *args[1:], **kwargs))
