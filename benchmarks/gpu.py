@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,18 @@ SHARES = {"windows": 0.4, "fit": 0.15, "whole": 0.35, "launch": 0.1}  # shares o
 Make = Callable[[Training, torch.device, int], Callable[[], object]]
 
 
+@lru_cache(maxsize=1)
+def _batch(training: Training, device: torch.device) -> Data:
+    batch = training.data(training.samples)
+    return {name: x.pin_memory() for name, x in batch.items()} if device.type == "cuda" else batch
+
+
 def _ready(training: Training, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, Data]:
     torch.manual_seed(0)
-    model = training.model().to(device)
+    with device:  # drawn there, which takes seconds less
+        model = training.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    batch = training.data(training.samples)
-    if device.type == "cuda":
-        batch = {name: x.pin_memory() for name, x in batch.items()}
-    return model, optimizer, batch
+    return model, optimizer, _batch(training, device)
 
 
 def _loss(training: Training, model: nn.Module, part: Data, device: torch.device) -> Tensor:
@@ -241,7 +246,7 @@ def fit(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Section `fit`."""
     device = options.device
     training = separable(small=options.small)[1]
-    most = 8 if options.small else 512
+    most = 8 if options.small else 256
     training = Training(training.name, training.model, training.data, training.loss, training.sizes, most)
     found: dict[str, Any] = {"training": training.name, "samples": most}
     if device.type == "cuda":

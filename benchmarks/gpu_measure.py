@@ -57,7 +57,10 @@ def compare(
     most_rounds: int = 15,
     peaks: bool = True,
 ) -> list[Row]:
-    """Let contestants take turns until the time is over; ratios refer to the first."""
+    """Let contestants take turns until the time is over; ratios refer to the first.
+
+    A contestant whose first call would begin later has the error "no time left".
+    """
     until = time.monotonic() + seconds
     times: dict[str, list[float]] = {name: [] for name in contestants}
     errors: dict[str, str] = {}
@@ -66,11 +69,14 @@ def compare(
         name,
         call,
     ) in contestants.items():  # the first call creates optimizer state, compiles kernels and fills caches
+        if memory and time.monotonic() > until:
+            errors[name] = "no time left"
+            continue
         try:
             call()
             if peaks:
                 memory[name] = peak_bytes(call, device=device)
-        except (RuntimeError, MemoryError) as error:  # noqa: PERF203  (each may fail by itself)
+        except (RuntimeError, MemoryError) as error:
             errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
             _free(device)
     for index in range(most_rounds):

@@ -13,6 +13,7 @@ CHECKS = (
     Check("layers", attention.layers),
     Check("host_reads", streams.host_reads),
     Check("copies_and_kernels", streams.copies_and_kernels),
+    Check("offloaded_rows", streams.offloaded_rows),
     Check("out_of_memory", memory.out_of_memory, 90),
     Check("out_of_memory_virtual", memory.out_of_memory_virtual),
     Check("found_sizes", memory.found_sizes, 90),

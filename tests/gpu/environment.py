@@ -57,7 +57,7 @@ def ordinary_tests(run: Run) -> Figures:
             "-m",
             "pytest",
             "-q",
-            "-x" if run.small else "-q",
+            "-x" if run.small else "--continue-on-collection-errors",
             "-p",
             "tests.gpu.default_device",
             *files,

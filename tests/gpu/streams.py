@@ -7,9 +7,10 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from superbatch.torch import Accumulator
+from superbatch.torch import Accumulator, virtual_batch
 from superbatch.torch.options import PerSampleRandom
 from tests.gpu import device as devices
 from tests.gpu import tasks
@@ -47,16 +48,19 @@ def host_reads(run: Run) -> Figures:
 
 
 def copies_and_kernels(run: Run) -> Figures:
-    """The third window makes no allocator calls; report copies that overlap kernels."""
-    rows = 64 if run.small else 8192
-    accumulate, task = _accumulator(run, rows, microbatch_size=rows // 8)
+    """The third window makes no allocator calls, and most of its large copies overlap kernels."""
+    model, batch, samples = tasks.wide(run.device, small=run.small)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulate = Accumulator(
+        model, optimizer, lambda part: tasks.wide_loss(model, part), microbatch_size=samples // 8
+    )
     for _ in range(2):
-        accumulate(task.batch)
+        accumulate(batch)
     activities = [ProfilerActivity.CPU]
     if run.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as record:
-        accumulate(task.batch)
+        accumulate(batch)
         devices.synchronize(run.device)
     events = list(record.events() or [])
     names = Counter(event.name for event in events)
@@ -71,9 +75,37 @@ def copies_and_kernels(run: Run) -> Figures:
     }
     assert names, "premise: the profiler saw the window"
     assert not mallocs.get("cudaMalloc"), f"the third window still asks the driver for memory: {mallocs}"
+    if run.device.type == "cuda":
+        assert overlapped >= len(copies) // 2, f"{overlapped} of {len(copies)} copies overlap kernels"
     return {
         "copies": len(copies),
         "beside a kernel": overlapped,
         "kernels": len(kernels),
         "allocator": mallocs,
     }
+
+
+def offloaded_rows(run: Run) -> Figures:
+    """Rows that were stored on the host by a separate stream give the gradients of rows on the device.
+
+    The copies are large and repeated, so that a copy that is not waited for would show.
+    """
+    width, samples = (16, 24) if run.small else (2048, 4096)
+    torch.manual_seed(0)
+    layers = [(nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU()) for _ in range(5)]
+    model = nn.Sequential(*(each for layer in layers for each in layer)).to(run.device, torch.float64)
+    x = torch.randn(samples, width, dtype=torch.float64)
+    figures: Figures = {}
+    expected: dict[str, torch.Tensor] = {}
+    part = 8 * width * samples
+    for budget in (None, 0, 0, 0, part, part, part):
+        model.zero_grad()
+        with virtual_batch(model, samples // 8, device=run.device, device_budget=budget) as batch:
+            model(batch(x)).square().mean().backward()
+        on_host = batch.report().kept_on_host
+        assert bool(on_host) == (budget is not None), "premise: rows were stored on the host"
+        found = tasks.gradients_of(model)
+        expected = expected or found
+        error = tasks.assert_exact(found, expected, 1e-12, f"device_budget={budget}")
+        figures[f"device_budget={budget}"] = {"error": error, "bytes on the host": on_host}
+    return figures

@@ -54,6 +54,21 @@ def class_mean(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
+def wide(device: torch.device, *, small: bool) -> tuple[nn.Module, Batch, int]:
+    """Return a model with large activations and few parameters, its batch on the host and its samples."""
+    # On a GPU activations take more memory than Adam's state, so that smaller micro-batches help.
+    width, samples = (64, 32) if small else (4096, 16384)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.GELU())))
+    batch = {"x": torch.randn(samples, width), "y": torch.randn(samples, width)}
+    return model.to(device), batch, samples
+
+
+def wide_loss(model: nn.Module, part: Batch) -> Tensor:
+    """Mean of the squared errors of `wide`."""
+    return F.mse_loss(model(part["x"]), part["y"])
+
+
 def _convnet(norm: Callable[[int], nn.Module]) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),

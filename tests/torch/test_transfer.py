@@ -19,6 +19,7 @@ from superbatch.torch import Accumulator
 from superbatch.torch.memory.out_of_memory import release_caches
 from superbatch.torch.virtual.run.prefetch import Prefetcher
 from superbatch.torch.virtual.run.store import Store
+from superbatch.torch.window import transfer as transfers
 from superbatch.torch.window.transfer import Transfer, to_device
 
 META = torch.device("meta")
@@ -108,6 +109,7 @@ class FakeCuda:
             log.append(f"on {stream}:")
             yield
 
+        monkeypatch.setattr(transfers, "LARGE", 1)  # the micro-batches of these tests have a few bytes
         for module in ("window.transfer", "virtual.run.prefetch"):
             monkeypatch.setattr(f"superbatch.torch.{module}.has_streams", lambda device: device is not None)
         monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -161,6 +163,32 @@ def test_two_micro_batches_are_on_the_device_at_a_time(monkeypatch: pytest.Monke
         "computing waits for side 0",
         "launch 4",
     ]
+
+
+def test_small_micro_batches_are_copied_without_a_separate_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches of 4 and 8 bytes are copied when they are taken, one of 12 bytes is prefetched."""
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(transfers, "LARGE", 12)
+    _run(Transfer(META), 3, cuda.log)
+    assert [entry for entry in cuda.log if entry != "on side 0:"] == [
+        "pin 1",
+        "launch 1",
+        "pin 2",
+        "launch 2",
+        "record 0 on computing",
+        "pin 3",
+        "computing waits for side 0",
+        "launch 3",
+    ]
+
+
+def test_micro_batches_on_the_device_have_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, transfer = FakeCuda(monkeypatch), Transfer(META)
+    batches = [{"x": torch.zeros(3, device=META), "name": "a"} for _ in range(3)]
+    for index in range(3):
+        assert transfer.take(batches, index)["x"] is batches[index]["x"]
+        transfer.launched(batches, index)
+    assert cuda.log == []
 
 
 def test_an_abandoned_window_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

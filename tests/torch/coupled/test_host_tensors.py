@@ -42,7 +42,7 @@ def test_operators_leave_all_tensors_on_the_device(device: None) -> None:
 def test_the_stand_in_refuses_cpu_tensors(device: None) -> None:
     x = Elsewhere(torch.ones(3))
     with pytest.raises(RuntimeError, match="same device"):
-        x * torch.ones(3)
+        torch.mul(x, torch.ones(3))
     assert (x * torch.tensor(2.0)).sum().item() == 6, "numbers are accepted"
 
 

@@ -3,7 +3,8 @@
 A row has one character per tensor, in the order of the operator's arguments: a digit for the dimension of the
 samples, ``_`` for a full input, ``+`` for a result summed over the samples. If several rows fit, the one that
 gathers the fewest bytes is used. `test_virtual_operators.py` compares each operator with the same operator on
-full tensors. Rows of operators that only CUDA has were not run on a GPU (`test_virtual_cuda_rules.py`).
+full tensors. `tests/gpu` does so on a GPU, for the
+operators that only CUDA has.
 """
 
 from __future__ import annotations

