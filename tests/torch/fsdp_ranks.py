@@ -243,7 +243,8 @@ def cells(place: Place) -> dict[str, Callable[[], Found]]:
         found[name] = partial(failing, place, "backward", how, bad=0, sync="microbatch")
     for where in ("loss", "forward"):
         name = f"error in the {where} of the check/samples"
-        found[name] = partial(failing, place, where, "error", bad=1, check=True)
+        # In every micro-batch of training: what only the check evaluates may fail without an error.
+        found[name] = partial(failing, place, where, "error", bad=1, above=1, check=True)
     found["memory in the forward of the check/samples"] = partial(
         failing, place, "forward", "memory", bad=0, check=True
     )

@@ -189,22 +189,23 @@ class BrokenError(Exception):
 
 
 class Fails:
-    """Makes one rank fail on more than two samples.
+    """Makes one rank fail on more than `above` samples.
 
     Args:
         where: ``"loss"``, ``"forward"`` or ``"backward"``; the latter two fail in the middle of the model.
         how: ``"memory"`` or ``"error"``.
         here: True on the failing rank.
+        above: number of samples that still succeed.
     """
 
-    def __init__(self, where: str, how: str, *, here: bool) -> None:
-        self.where, self.how, self.armed = where, how, here
+    def __init__(self, where: str, how: str, *, here: bool, above: int) -> None:
+        self.where, self.how, self.armed, self.above = where, how, here, above
         self.inside = 0  # number of calls at `where`
 
     def __call__(self, x: Tensor, where: str) -> None:
         """Fail if `where` is the place."""
         self.inside += where == self.where
-        if self.armed and where == self.where and len(x) > 2:
+        if self.armed and where == self.where and len(x) > self.above:
             raise (
                 torch.OutOfMemoryError("out of memory")
                 if self.how == "memory"
@@ -212,9 +213,9 @@ class Fails:
             )
 
 
-def failing(place: Place, where: str, how: str, bad: int, **options: Any) -> Found:
+def failing(place: Place, where: str, how: str, bad: int, above: int = 2, **options: Any) -> Found:
     """Train; after an error of one rank, repeat the window."""
-    task, fails = Task(options={"microbatch_size": 4}), Fails(where, how, here=place.rank == bad)
+    task, fails = Task(options={"microbatch_size": 4}), Fails(where, how, here=place.rank == bad, above=above)
 
     def loss(batch: Any) -> Tensor:
         output = training.model(batch[0])

@@ -56,15 +56,19 @@ MOST_CHECKED = 4  # micro-batches: enough to have unequal token counts, cheap be
 
 
 def check_declaration(
-    problem: Problem, microbatches: Sequence[Any], *, trained: Any = None, frozen: Sequence[nn.Module] = ()
+    problem: Problem,
+    microbatches: Sequence[Any],
+    *,
+    trained: Sequence[Any] | None = None,
+    frozen: Sequence[nn.Module] = (),
 ) -> Checked:
     """Compare the loss of micro-batches with the losses of their parts; model and random state are restored.
 
     Args:
         problem: the model, its loss, and its declaration.
         microbatches: micro-batches; those with fewer than two samples are skipped.
-        trained: a micro-batch that training evaluates. The others may have other numbers of samples, which
-            a model with fixed shapes refuses. None: training evaluates all of them.
+        trained: the micro-batches that training evaluates; None: all of `microbatches`. Others may have
+            other numbers of samples, which a model with fixed shapes refuses.
         frozen: modules to run in evaluation mode: BatchNorms that participants handle.
 
     Returns:
@@ -243,14 +247,8 @@ def _check(evaluation: Evaluation, microbatch: Any, turn: int) -> str:
     planned = plan(microbatch, **problem.paths)
     calls: dict[int, Any] = {}
     with FloatingDtypes() as dtypes:
-        try:
-            union = evaluation.union(planned, calls)
-        except Exception as error:  # user code may raise anything under the modes of the check
-            if out_of_memory(error):
-                raise
-            # Raises the error that training would raise.
-            evaluation.plain(microbatch if evaluation.trained is None else evaluation.trained)
-            evaluation.failure = f"{type(error).__name__}: {error}"
+        union = _union(evaluation, planned, microbatch, calls)
+        if union is None:
             return NOT_EVALUATED
         if not normalize.takes_part(union.weight, reduction=problem.reduction):
             return WEIGHTLESS
@@ -276,6 +274,27 @@ def _check(evaluation: Evaluation, microbatch: Any, turn: int) -> str:
         evaluation.hidden = verdict.hidden
         return ROUNDED
     return _hidden(problem, cuts, microbatch)
+
+
+def _union(evaluation: Evaluation, planned: Plan, microbatch: Any, calls: dict[int, Any]) -> Evaluated | None:
+    """Evaluate an uncut micro-batch; return None if only the check would raise, not training."""
+    try:
+        return evaluation.union(planned, calls)
+    except Exception as error:  # user code may raise anything under the modes of the check
+        if out_of_memory(error):
+            raise
+        for trained in _trained(evaluation, microbatch):
+            evaluation.plain(trained)  # raises the error that training would raise
+        evaluation.failure = f"{type(error).__name__}: {error}"
+        return None
+
+
+def _trained(evaluation: Evaluation, microbatch: Any) -> Sequence[Any]:
+    """Return the micro-batch if training evaluates it, else one that training evaluates, in a list."""
+    trained = evaluation.trained
+    if trained is None or any(each is microbatch for each in trained):
+        return [microbatch]
+    return trained[:1]
 
 
 def _replayed(evaluation: Evaluation, planned: Plan, cuts: Sequence[Cut]) -> bool:

@@ -47,7 +47,7 @@ class Evaluation:
         keeper: keeper of the state that a forward changes; restores it before each forward.
 
     Attributes:
-        trained: a micro-batch that training evaluates; None: training evaluates all micro-batches.
+        trained: the micro-batches that training evaluates; None: all that are checked.
         unruled: random operations without a rule to draw them per sample.
         failure: error of the last part that could not be evaluated.
         hidden: name of the parameter with the largest share of gradient that rounding may hide, and the
@@ -56,7 +56,7 @@ class Evaluation:
 
     def __init__(self, problem: Problem, keeper: ForwardStateKeeper) -> None:
         self.problem = problem
-        self.trained: Any = None
+        self.trained: Sequence[Any] | None = None
         self.unruled: set[str] = set()
         self.failure = ""
         self.hidden: tuple[str, float] = ("", 0.0)

@@ -55,7 +55,7 @@ def check_later_window(
             with (
                 _agreed(config.sync),
                 config.sync.no_sync(),
-                announcing(problem, _trained(window), config.sync),
+                announcing(problem, _spare(window.runs), config.sync),
             ):
                 pass
         return Checked.of(())
@@ -74,15 +74,19 @@ def check_pairs(
             something other than entries or samples.
     """
     sync = config.sync
-    with _agreed(sync), sync.no_sync(), announcing(_problem(config, window), _trained(window), sync) as whole:
+    with (
+        _agreed(sync),
+        sync.no_sync(),
+        announcing(_problem(config, window), _spare(window.runs), sync) as whole,
+    ):
         for pair, problem in product(pairs, by_term(whole).values()):
             if problem.reduction == "mean" and problem.weight != "returned":
                 check_lengths(problem, pair, frozen=frozen)
 
 
-def _trained(window: MicrobatchList) -> Any:
-    """Return a micro-batch that training evaluates; None without data."""
-    return window.runs[0] if window.runs else None
+def _spare(trained: Sequence[Any]) -> Any:
+    """Return a micro-batch for the forwards that this rank makes for other ranks; None without data."""
+    return trained[0] if trained else None
 
 
 def _problem(config: Config, window: MicrobatchList) -> Problem:
@@ -106,7 +110,7 @@ def _check_terms(
     found: list[Checked] = []
     for name, problem in by_term(_problem(config, window)).items():
         try:
-            found.append(check_on_all_ranks(problem, chosen, _trained(window), config.sync, frozen=frozen))
+            found.append(check_on_all_ranks(problem, chosen, window.runs, config.sync, frozen=frozen))
         except (LossSpecError, CoupledSamplesError) as error:  # noqa: PERF203  (there are few terms)
             if not name:
                 raise
@@ -124,14 +128,14 @@ def check_on_all_ranks(
 ) -> Checked:
     """Run `check_declaration` on every rank; if it raises on one, all ranks raise.
 
-    `trained` is a micro-batch that training evaluates, also for the forwards that other ranks wait for; None
-    on a rank without data. The outcome is that of this rank.
+    `trained` are the micro-batches that training evaluates; the first one also serves the forwards that
+    other ranks wait for. The outcome is that of this rank.
 
     Raises:
         LossSpecError, CoupledSamplesError: the loss contradicts its declaration, here or on another rank.
         RankError: another rank failed for another reason, e.g. an error in `loss_fn`.
     """
-    with _agreed(sync), sync.no_sync(), announcing(problem, trained, sync) as announced:
+    with _agreed(sync), sync.no_sync(), announcing(problem, _spare(trained), sync) as announced:
         return _check_in_memory(announced, microbatches, trained, frozen)
 
 
@@ -157,7 +161,7 @@ def _agreed(sync: Sync) -> Iterator[None]:
 
 
 def _check_in_memory(
-    problem: Problem, microbatches: Sequence[Any], trained: Any, frozen: Sequence[nn.Module]
+    problem: Problem, microbatches: Sequence[Any], trained: Sequence[Any], frozen: Sequence[nn.Module]
 ) -> Checked:
     """Check micro-batches, halved until they fit in memory."""
     while (checked := _check_that_fits(problem, microbatches, trained, frozen)) is None:
@@ -167,7 +171,7 @@ def _check_in_memory(
 
 
 def _check_that_fits(
-    problem: Problem, microbatches: Sequence[Any], trained: Any, frozen: Sequence[nn.Module]
+    problem: Problem, microbatches: Sequence[Any], trained: Sequence[Any], frozen: Sequence[nn.Module]
 ) -> Checked | None:
     try:
         return check_declaration(problem, microbatches, trained=trained, frozen=frozen)
