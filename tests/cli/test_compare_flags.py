@@ -79,7 +79,7 @@ def test_contradictions_of_flags(flags: dict[str, Any], message: str) -> None:
         (("--colour", "red"), "No such option: --colour.* See superbatch compare --help"),
         (("--runs", "0"), "runs=0 is not a positive integer"),
         (("--dtype", "float16"), "dtype='float16'"),
-        (("--data", "nowhere"), "does not read data="),
+        (("--data", "nowhere"), "does not read --data="),
         (("mnist",), "The recipe mnist needs a folder with the four files of MNIST"),
         (("--out", f"{__file__}/report"), r"test_compare_flags.py' is a file. Give a folder"),
         (("nowhere.py:make",), "The recipe file 'nowhere.py' does not exist"),

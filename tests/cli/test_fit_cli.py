@@ -114,7 +114,7 @@ def test_an_invalid_size_of_memory_is_an_error(text: str) -> None:
         ((PLANE, "--sizes", "8;16"), "--sizes 8;16: sizes are integers of at least 1"),
         ((PLANE, "--sizes", "8,0"), "--sizes 8,0"),
         ((PLANE, "--sizes", "50"), "A micro-batch of 50 samples is not a part of a batch of 20"),
-        ((PLANE, "--batch-size", "0"), "batch_size=0"),
+        ((PLANE, "--batch-size", "0"), "--batch-size=0"),
         ((PLANE, "--optimizer", "lion"), "Use one of sgd, adam"),
         ((PLANE, "--dtype", "int8"), "dtype='int8'"),
         ((PLANE, "--device", "tpu"), "memory is measured on CPU and CUDA only"),

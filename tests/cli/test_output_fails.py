@@ -112,5 +112,5 @@ def test_a_missing_cuda_device_gives_one_line(command: str, capsys: pytest.Captu
     if torch.cuda.is_available():
         pytest.skip("CUDA is available, so the error cannot occur")
     assert run(command, PLANE, "--device", "cuda") == 2
-    text = "superbatch: device='cuda', but torch finds no CUDA device. Use cpu.\n"
+    text = "superbatch: --device='cuda', but torch finds no CUDA device. Use cpu.\n"
     assert capsys.readouterr().err.endswith(text)

@@ -153,13 +153,13 @@ def test_a_signal_saves_and_the_same_command_resumes_bit_for_bit(tmp_path: Path)
         ),
         (
             ("--microbatch-size", "big"),
-            "microbatch_size='big' is not a size. Give a number, auto or largest.",
+            "--microbatch-size='big' is not a size. Give a number, auto or largest.",
         ),
-        (("--batch-size", "241"), "batch_size=241 is out of range. Give 1 to 240."),
-        (("--batch-size", "0"), "batch_size=0 is out of range. Give 1 to 240."),
+        (("--batch-size", "241"), "--batch-size=241 is out of range. Give 1 to 240."),
+        (("--batch-size", "0"), "--batch-size=0 is out of range. Give 1 to 240."),
         (("--every", "0"), "every=0 is not a positive integer. Give 1 or more."),
         (("--seed", "-1"), "seed=-1 is out of range."),
-        (("--device", "tpu"), "device='tpu' is not supported. Use one of cpu, cuda."),
+        (("--device", "tpu"), "--device='tpu' is not supported. Use one of cpu, cuda."),
     ],
 )
 def test_wrong_options_give_one_line(

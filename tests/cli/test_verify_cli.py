@@ -111,10 +111,10 @@ def test_options_are_passed_to_the_verification() -> None:
         (["digits", "--batch-size", "1"], "--batch-size 1"),
         (["digits", "--batch-size", "1000000"], "that can be split has 2 to"),
         (["digits", "--batch-size", "12", "--microbatch-size", "12"], "there is nothing to compare"),
-        (["digits", "--batch-size", "12", "--microbatch-size", "0"], "microbatch_size"),
+        (["digits", "--batch-size", "12", "--microbatch-size", "0"], "--microbatch-size=0 is below 1"),
         (["digits", "--dtype", "half"], "dtype='half'"),
         (["digits", "--against", "nothing"], "against='nothing'"),
-        (["digits", "--data", "."], "does not read data="),
+        (["digits", "--data", "."], "does not read --data="),
     ],
 )
 def test_wrong_input(arguments: list[str], text: str) -> None:

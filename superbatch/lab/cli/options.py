@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from superbatch.errors import InputError
 
 from ..recipes import COUPLED, RECIPES
 
@@ -38,7 +41,11 @@ def command_of(function: Callable[..., int | None]) -> Callable[..., int | None]
         for field in own:
             if given[field.name] is not None:
                 given[field.name] = field.metadata["read"](given[field.name], _flag(field))
-        return function(options=kind(**{field.name: given.pop(field.name) for field in own}), **given)
+        chosen = kind(**{field.name: given.pop(field.name) for field in own})
+        try:
+            return function(options=chosen, **given)
+        except InputError as error:
+            raise InputError(with_flags(str(error), {field.name: _flag(field) for field in own})) from error
 
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -56,6 +63,16 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
         hint = typed if default is not None else typed | None
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, option])
+
+
+def with_flags(text: str, flags: Mapping[str, str]) -> str:
+    """Return the text of an error with the flags of options in place of their names in Python.
+
+    Examples:
+        >>> with_flags("learning_rate=-1.0 is not positive.", {"learning_rate": "--lr"})
+        '--lr=-1.0 is not positive.'
+    """
+    return re.sub(r"\b(\w+)=", lambda found: f"{flags.get(found[1], found[1])}=", text)
 
 
 def _flag(field: Field[Any]) -> str:
