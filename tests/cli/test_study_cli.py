@@ -122,7 +122,10 @@ def test_help_does_not_import_torch() -> None:
             ("coupled", "--data", "."),
             "--data needs one of the recipes code-search, counting, token-means. Name it: superbatch study",
         ),
-        (("coupled", "ring", "--device", "gpu"), "--device='gpu' cannot be used here: .*Leave it out to train"),
+        (
+            ("coupled", "ring", "--device", "gpu"),
+            "--device='gpu' cannot be used here: .*Leave it out to train",
+        ),
         (("momentum", "--runs", "0"), "runs=0 is not a positive integer. Give 1 or more"),
         (("momentum", "--out", f"{__file__}/report"), "test_study_cli.py' is a file"),
         (("momentum", "--colour", "red"), "No such option: --colour.* See superbatch study --help"),
