@@ -256,7 +256,7 @@ def test_too_few_batches_and_windows_of_one_micro_batch_are_refused() -> None:
     few = list(itertools.islice(training.batches("alike"), 5))
     with pytest.raises(InputError, match=r"The batches end before 60 windows\. Pass more of them"):
         independence_at_rest(training.model, training.loss, few, microbatch_size=SIZE)
-    with pytest.raises(InputError, match="could not be measured: 0 windows measured; 8 needed"):
+    with pytest.raises(InputError, match="could not be measured: one micro-batch has nearly all the weight"):
         training.at_rest("alike", microbatch_size=None)
     assert all(p.grad is None for p in training.model.parameters())
 

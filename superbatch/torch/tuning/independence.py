@@ -152,9 +152,11 @@ def _one(
     gradient(batch)
     noise = meter.estimate()
     if not meter.windows:
+        # The reason for this window; that of the estimate also says how many windows an average needs.
+        reason = ", ".join(meter.state_dict()["left_out"])
         raise InputError(
-            f"The noise of a window could not be measured: {noise.reason}. Pass a microbatch_size that cuts "
-            "each batch into two or more micro-batches."
+            f"The noise of a window could not be measured: {reason}. Pass a microbatch_size that cuts each "
+            "batch into two or more micro-batches."
         )
     parts = [None if p.grad is None else p.grad.detach().to_dense().clone() for p in owned]
     return parts, noise.variance / noise.samples_per_window, noise.samples_per_window
