@@ -121,7 +121,7 @@ def _check_terms(
 def check_on_all_ranks(
     problem: Problem,
     microbatches: Sequence[Any],
-    trained: Any,
+    trained: Sequence[Any],
     sync: Sync,
     *,
     frozen: Sequence[nn.Module] = (),

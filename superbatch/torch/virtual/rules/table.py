@@ -3,8 +3,7 @@
 A row has one character per tensor, in the order of the operator's arguments: a digit for the dimension of the
 samples, ``_`` for a full input, ``+`` for a result summed over the samples. If several rows fit, the one that
 gathers the fewest bytes is used. `test_virtual_operators.py` compares each operator with the same operator on
-full tensors. `tests/gpu` does so on a GPU, for the
-operators that only CUDA has.
+full tensors. `tests/gpu` does the same on a GPU, which also has operators of its own.
 """
 
 from __future__ import annotations
