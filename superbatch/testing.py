@@ -41,7 +41,7 @@ def assert_split_invariant(
             batch are ignored.
         weight: the weight of a micro-batch, as passed to the Accumulator.
         reduction: the reduction of the loss, as passed to the Accumulator.
-        participants: as in `verify`: `PerSampleRandom` for dropout, `FrozenBatchNorm`.
+        participants: as in `verify`: `PerSampleRandom` for dropout, `FrozenBatchNorm` for BatchNorm.
         split: how to split parts that are not tensors with the samples in dimension 0, as in the Accumulator.
 
     Raises:

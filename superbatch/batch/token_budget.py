@@ -99,7 +99,7 @@ class TokenBudget:
         object.__setattr__(self, "trim", tuple(self.trim))
 
     def sample_tokens(self, batch: Any) -> list[int]:
-        """Return the tokens of each sample of a batch.
+        """Return the number of tokens of each sample of a batch.
 
         Args:
             batch: a batch.
@@ -117,7 +117,7 @@ class TokenBudget:
         return self.sample_lengths(batch).tokens
 
     def sample_lengths(self, batch: Any) -> Lengths:
-        """Return the tokens of each sample, and its positions up to the last token.
+        """Return for each sample its number of tokens, and of positions up to its last token.
 
         Args:
             batch: a batch.

@@ -50,7 +50,7 @@ def explain_solver(
         (64, 100, 6400)
     """
     began = time.perf_counter()
-    size = None if microbatch_size is None else positive_int("batch_size", microbatch_size)
+    size = None if microbatch_size is None else positive_int("microbatch_size", microbatch_size)
     batch = None if size is None else size * config.iter_size
     at = _points(config)
     rate = rate_schedule(config)

@@ -105,7 +105,7 @@ def value_and_grad(
         stats: return `Stats`.
         check: check weight, reduction and split, once for each structure of arguments: compare loss and
             gradient of a few rows with weighted sums over parts of these rows. If they differ, the error
-            names the remedy. Inside `jax.jit` the values are made up. In most cases this compiles two more
+            names the remedy. Inside `jax.jit` it uses synthetic values. In most cases it compiles two more
             programs, for 9 rows and for 3. False skips the check.
 
     Returns:

@@ -97,8 +97,8 @@ def per_sample_value_and_grad(
         argnums: positions of the arguments to differentiate.
         microbatch_size: the number of samples whose gradients are in memory at a time.
         max_grad_norm: ``C``, the largest norm over all leaves together; it may be traced. None: no clipping.
-        transform: a function to apply to the gradient of each sample before clipping and summing, such as a
-            scaling by layer or a square.
+        transform: a function to apply to the gradient of each sample before clipping and summing, such as
+            one that scales each layer, or that squares.
         has_aux: `fun` returns ``(loss, aux)``.
         batch_argnums: positions of the arguments to split, see `value_and_grad`. Every typed random key in
             other arguments is folded with the index of the sample, so that results do not depend on

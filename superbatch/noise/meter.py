@@ -58,18 +58,18 @@ class NoiseMeter:
     """Measure the noise scale of the gradient over windows: ``Accumulator(observers=[NoiseMeter()])``.
 
     Variance and signal are averaged separately, with exponentially decaying weights (debiased). `estimate`
-    divides the averages. The numerator is the variance of *one* sample's gradient, so windows may have
-    different sizes. The interval comes from differences between successive windows, so a gradient that
+    divides the averages. The variance is that of *one* sample's gradient, so windows may have different
+    sizes. The interval comes from differences between successive windows, so a gradient that
     shrinks during training does not widen it.
 
     Args:
         beta: decay factor of the averages; 0.98 remembers about 100 windows.
         every: measure every n-th window. None measures each window, but one in 20 for tiny models, where
-            measuring each would take a quarter of the time.
+            measuring each would add a quarter to the time.
         data_size: number of samples from which batches are drawn *without replacement*. The noise scale is
             then that of the gradient of these data. None for unlimited data, such as one pass over a stream.
         preconditioned: with Adam (torch), also measure the noise scale weighted by powers of its
-            preconditioner (see `superbatch.results.noise.NoiseOfModel`): some passes over each gradient.
+            preconditioner, in extra passes over each gradient (see `superbatch.results.noise.NoiseOfModel`).
         proxy: also measure the noise of the weights and biases of LayerNorm and RMSNorm (torch) from
             gradients of single samples, which works with one micro-batch per window (see
             `superbatch.results.noise.NoiseProxy`).

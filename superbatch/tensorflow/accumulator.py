@@ -89,7 +89,7 @@ class Accumulator(tf.Module):
                 window has a gradient).
             weight: the weight of the micro-batch, required: its number of samples or tokens, or 1 if all
                 micro-batches count the same. A number, or a scalar tensor of int32, int64, float32 or
-                float64. In a `tf.function` pass a tensor: each new number is a new trace. With a mean, a
+                float64. In a `tf.function` pass a tensor: each new number causes a retrace. With a mean, a
                 micro-batch of weight 0 contributes nothing, even if it is NaN.
             loss: the unscaled loss of the micro-batch, for `Applied.loss`.
             samples: the number of samples of the micro-batch, for the noise (default: its weight).
@@ -161,7 +161,7 @@ class Accumulator(tf.Module):
             The weight, loss, gradient norm and counts of the window.
 
         Raises:
-            LossSpecError: the losses are sums, and the weight of the window is 0; the window is dropped.
+            LossSpecError: sums of losses have a gradient, but the window has weight 0; it is dropped.
             NonFiniteError: the gradient is not finite (``nonfinite="raise"``); the window is dropped.
             OptimizerError: one call of this optimizer is not one update, or no variable has a gradient; the
                 window is kept.

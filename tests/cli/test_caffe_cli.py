@@ -101,7 +101,7 @@ def test_a_mistake_in_the_file_gives_one_line(
     [
         (("none.prototxt",), "The solver file 'none.prototxt' cannot be read: No such file or directory"),
         ((), "Missing argument"),
-        (("solver.prototxt", "--batch-size", "0"), "batch_size=0"),
+        (("solver.prototxt", "--batch-size", "0"), "superbatch: --batch-size=0"),
         (
             ("solver.prototxt", "--batch", "8"),
             r"No such option: --batch. Did you mean --batch-size\? See superbatch caffe --help",

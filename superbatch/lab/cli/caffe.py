@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from superbatch.integers import positive_int
+
 from .options import AsJson, option, out_option
 from .publish import folder_for, publish
 
@@ -37,7 +39,7 @@ def caffe(
     report = explain_solver(
         read_solver(solver, ignore_unknown=ignore_unknown),
         source=solver.name,
-        microbatch_size=batch_size,
+        microbatch_size=None if batch_size is None else positive_int("--batch-size", batch_size),
         command={name: str(value) for name, value in given.items() if value is not None},
     )
     publish(report, folder, as_json=as_json)

@@ -54,7 +54,7 @@ def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
         The recipe.
 
     Raises:
-        InputError: there is no such recipe, its code raises, or it does not read a folder.
+        InputError: there is no such recipe, its code raises, or `data` is not for it or is no folder.
 
     Examples:
         >>> load_recipe("digits").metric

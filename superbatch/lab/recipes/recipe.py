@@ -140,7 +140,7 @@ class Recipe:
 
     @property
     def default_optimizer(self) -> str:
-        """Return the first of `offered`."""
+        """Return the name of the optimizer used by default, the first of `offered`."""
         return self.offered[0]
 
     @property
