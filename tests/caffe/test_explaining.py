@@ -193,7 +193,7 @@ def test_batch_updates_and_samples() -> None:
     assert said["max_iter"] == "9000 updates, 576000 samples"
     assert explained(text).samples is None
     assert from_json(CaffeExplained, to_json(report)) == report
-    with pytest.raises(InputError, match="^microbatch_size=0"):
+    with pytest.raises(InputError, match=r"^microbatch_size=0"):
         explained(text, microbatch_size=0)
 
 
