@@ -70,7 +70,7 @@ def check_min_weight(min_weight: object, reduction: Reduction) -> Number:
             f"at_least({min_weight!r}) is not positive and finite. Pass a positive number, such as 1."
         )
     if reduction == "total":
-        raise InputError('reduction="total" is not divided, so at_least() has no effect. Leave it out.')
+        raise InputError('With reduction="total" no sum is divided, so at_least() has no effect. Remove it.')
     return min_weight
 
 

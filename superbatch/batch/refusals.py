@@ -120,7 +120,7 @@ def listed_length(value: Any, path: str) -> int:
         return len(value)
     raise InputError(
         f"per_sample=({path!r},) names a {kind.__name__}, not a list, tuple or array with one entry for each "
-        f"sample. Pass the paths of the lists themselves; inside it there are: {listed_paths(value, path)}."
+        f"sample. Pass the paths of the lists themselves; the paths inside are {listed_paths(value, path)}."
     )
 
 

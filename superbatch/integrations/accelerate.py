@@ -74,5 +74,5 @@ def _refuse(accelerator: Accelerator) -> None:
     if not accelerator.sync_gradients:
         raise InputError(
             "accelerator.sync_gradients is False, so the prepared optimizer would skip its step. Call the "
-            "gradient outside accelerator.accumulate()."
+            "Gradient outside accelerator.accumulate()."
         )

@@ -33,7 +33,7 @@ def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> b
     if needs_items:
         raise InputError(
             "The loss of this trainer needs num_items_in_batch but is not a sum divided by it. Return the "
-            "sum over labels divided by it, without other terms, or accept None too and then return the mean."
+            "sum over labels divided by it, without other terms, or return the mean if it is None."
         )
     if is_hidden:
         raise InputError(

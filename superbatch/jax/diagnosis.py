@@ -86,8 +86,8 @@ def error_of(
         ), None
     if not is_sum and kept_above_zero(evidence, term):
         return LossSpecError(
-            f"The {name} divides by max(count, 1), so the mean loses its value for a micro-batch of "
-            f"weight 0: {given}. Return the sum, and pass {as_sum} beside the weight."
+            f"The {name} divides by max(count, 1), so the mean drops the loss of a micro-batch of "
+            f"weight 0: {given}. Return the sum, and pass {as_sum} in addition to the weight."
         ), None
     if not is_sum and agrees(evidence, [1.0] * len(weights), term):
         return LossSpecError(f"The {name} is a sum, not a mean: {given}. Pass {as_sum}."), None

@@ -121,7 +121,7 @@ def check_real(real: Any, layout: str) -> None:
     if layout != "contiguous":
         raise InputError(
             f"num_real_microbatches= needs padding at the end, but with layout={layout!r} every micro-batch "
-            'gets rows of it. Pass layout="contiguous".'
+            'gets some of the padding. Pass layout="contiguous".'
         )
 
 
@@ -199,8 +199,8 @@ def _refuse_to_move(leaf: Any, axis: int, group: Group, layout: Layout) -> None:
     whole = "or let every device have the whole batch: jax.sharding.reshard(batch, jax.P())"
     if layout == "contiguous":
         raise SplitError(
-            f'layout="contiguous" makes each micro-batch of one block of rows, but with rows sharded over '
-            f'{over!r} of an explicit mesh a block is on one device. Pass layout="strided", {whole}.'
+            f'layout="contiguous" takes each micro-batch from one block of rows, which is on one device if '
+            f'rows are sharded over {over!r} of an explicit mesh. Pass layout="strided", {whole}.'
         )
     if group.count * group.size != leaf.shape[axis] or group.size % devices:
         raise SplitError(

@@ -63,8 +63,8 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options, plan: P
         raise LossSpecError(
             "loss_weight is given, but Keras knows the divisors of these losses: "
             f"{', '.join(term.name for term in terms)}. "
-            "Leave loss_weight out; sample_weight with the reduction 'mean_with_sample_weight' gives a mean "
-            "over weights."
+            "Leave loss_weight out; sample_weight with the reduction 'mean_with_sample_weight' gives a "
+            "weighted mean."
         )
     added = data_losses(model)
     if added:

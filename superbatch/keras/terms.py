@@ -172,8 +172,8 @@ def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:
     if sample_weight is not None:
         raise LossSpecError(
             f"The loss {name!r} returns one number, and Keras multiplies it by each sample weight or mask "
-            "entry, so the loss of the batch is no mean of those of micro-batches. Return one number for "
-            "each sample or token."
+            "entry, so the loss of the batch is not a mean of the losses of micro-batches. Return one number "
+            "for each sample or token."
         )
     return Term(name, "counted", value, stated, stated=True)
 

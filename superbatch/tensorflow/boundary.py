@@ -179,7 +179,7 @@ def _no_gradient() -> OptimizerError:
 
 def _no_divisor() -> LossSpecError:
     return LossSpecError(
-        "The losses of this window are sums with a gradient, but its weight is 0, so they cannot be divided; "
+        "The gradient sum of this window is not 0, but its weight is, so the sum cannot be divided; "
         "nothing was updated, and the window was dropped. Pass weights that are not all 0."
     )
 

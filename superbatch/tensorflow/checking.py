@@ -141,7 +141,7 @@ def _judge(whole: Part, parts: list[Part], options: Options, bound: float) -> No
             "train with whole batches."
         )
     raise CoupledSamplesError(
-        f"The loss of the batch is not the mean of those of micro-batches with this weight: {described}. "
+        f"The loss of the batch is not the mean of micro-batch losses with this weight: {described}. "
         "Pass the divisor of the loss as weight, or, if the loss or a layer couples the rows (contrastive "
         "losses, BatchNormalization), train with whole batches."
     )

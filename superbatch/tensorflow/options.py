@@ -113,7 +113,7 @@ def _behind(variable: Any, index: int) -> Any:
         )
     if not behind.shape.is_fully_defined():
         raise InputError(
-            f"variables[{index}] has the shape {behind.shape}, but its sum needs a known shape. Build the "
-            "model first."
+            f"variables[{index}] has the shape {behind.shape}, but its gradient sum needs a known shape. "
+            "Build the model first."
         )
     return behind

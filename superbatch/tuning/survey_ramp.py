@@ -38,8 +38,8 @@ def exponential(low: float, high: float, updates: int) -> tuple[float, ...]:
     """
     if isinstance(updates, bool) or not isinstance(updates, int) or updates < LEAST_UPDATES:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller may not be typed)
         raise InputError(
-            f"updates={updates!r} is not an int of at least {LEAST_UPDATES}. Pass at least 16, the fewest "
-            "for suggestions; 100 is usual."
+            f"updates={updates!r} is not an int of at least {LEAST_UPDATES}. Pass at least 16 to get "
+            "suggestions; 100 is usual."
         )
     ends: list[Any] = [low, high]
     numbers = all(isinstance(end, Real) and end is not True for end in ends)  # False fails 0 < low

@@ -333,7 +333,7 @@ def test_wrong_arguments_of_update_until() -> None:
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(InputError, match=r"reduction='mean': .* a mean over it is biased.*Controller"):
         stop(reduction="mean")
-    with pytest.raises(OptimizerError, match=r"Adam may not grow with the gradient"):
+    with pytest.raises(OptimizerError, match=r"Adam need not grow with the gradient"):
         stop(Adam(model.parameters()))
     with pytest.raises(InputError, match="planned=0"):
         stop(planned=0)

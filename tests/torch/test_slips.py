@@ -258,6 +258,7 @@ def test_backward_of_the_loss_in_a_users_loop(model: nn.Linear) -> None:
         ("lr_scheduler", r"Instead, pass scheduler=\."),
         ("gradient_clip_val", r"Instead, pass max_grad_norm=\."),
         ("batch_size", r"Instead, pass microbatch_size=\."),
+        ("unsplit", r"Instead, pass split=Split\(unsplit="),
         ("whole", r"Instead, pass split=Split\(unsplit="),
         ("per_sample", r"Instead, pass split=Split\(per_sample="),
         ("batchnorm", r"Instead, pass participants="),

@@ -163,7 +163,7 @@ def _sizes(recipe: Recipe, options: Options) -> tuple[int, int]:
     if recipe.coupled == "exact":
         raise InputError(
             f"The samples of the recipe {recipe.name!r} are coupled, so a micro-batch has no gradient of its "
-            "own to estimate noise from. Use a recipe without BatchNorm and without a loss of pairs."
+            "own to estimate noise from. Use a recipe without BatchNorm or contrastive loss."
         )
     check_counts(options, "batch_size", "microbatch_size", "updates", "threads")
     batch = options.batch_size or recipe.batch_size

@@ -236,7 +236,7 @@ def _check(name: str, recipe: str | Recipe, options: Options) -> None:
     if useless := [option for option in given if option not in entry.takes]:
         raise InputError(
             f"The study {name!r} does not use {useless[0]}={getattr(options, useless[0])!r}. Leave it out; "
-            f"this study takes {', '.join(entry.takes) or 'runs only'}."
+            f"this study takes {', '.join(entry.takes) or 'runs, threads and workers'}."
         )
     check_counts(options, "runs", "samples", "batch_size", "threads", "workers")
     check_positive(options, "learning_rate", "margin", "tolerance")

@@ -209,7 +209,7 @@ def _warn_unchecked(
     warn(
         "superbatch could not check the declared loss on the first window, "
         f"{declared}: {why} with "
-        "superbatch.torch.verify(model, loss_fn, batch); check=False silences this."
+        "superbatch.torch.verify(model, loss_fn, batch, microbatch_size=...); check=False silences this."
     )
 
 

@@ -75,8 +75,8 @@ class _IgnoreHookWarning:
 def _warn_of_eager_run() -> None:
     """Warn once per process that a compiled model runs eagerly."""
     warn(
-        "A compiled model runs eagerly inside virtual_batch, which records its operations; outside it runs "
-        "compiled. Pass compile=True to virtual_batch to compile the recorded operations."
+        "A compiled model runs eagerly inside virtual_batch, which records its operations. "
+        "Pass compile=True to virtual_batch to compile the recorded operations."
     )
 
 

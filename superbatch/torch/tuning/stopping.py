@@ -171,7 +171,7 @@ def _check(model: nn.Module, optimizer: Optimizer, reduction: str, planned: floa
         )
     if not isinstance(optimizer, SGD):
         raise OptimizerError(
-            f"The step of {type(optimizer).__name__} may not grow with the gradient, but update_until() is "
+            f"The step of {type(optimizer).__name__} need not grow with the gradient, but update_until() is "
             "unbiased only if it does. Use torch.optim.SGD, or superbatch.tuning.adaptive.Controller."
         )
     for name, value in (("planned", planned), ("target", target)):

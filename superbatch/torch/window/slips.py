@@ -42,8 +42,8 @@ _OTHERS = {
     **dict.fromkeys(("loss", "criterion", "loss_func"), "pass loss_fn=, a function of one micro-batch"),
     **dict.fromkeys(("weights", "sample_weight"), "pass weight=, a function of one micro-batch"),
     **dict.fromkeys(("grad_scaler",), "pass scaler="),
-    # Arguments of the functions that cut a batch, whose errors name them.
-    "whole": "pass split=Split(unsplit=[...])",
+    # Arguments of the functions that cut a batch, whose errors name them; "whole" is a former name.
+    **dict.fromkeys(("unsplit", "whole"), "pass split=Split(unsplit=[...])"),
     "per_sample": "pass split=Split(per_sample=[...])",
     "clip_value": "pass clip=ClipValue(...)",
     "batchnorm": "pass participants=[FrozenBatchNorm()] or [GhostBatchNorm()]",

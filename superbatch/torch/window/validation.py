@@ -86,7 +86,7 @@ def own_parameters(
                     name = names.get(target)
                     raise OptimizerError(
                         f"{'A tensor outside of the model' if name is None else f'The parameter {name!r}'} "
-                        "is in two optimizers. Make each optimizer with other parameters."
+                        "is in two optimizers. Make each optimizer with different parameters."
                     )
                 seen.add(target)
                 # `target` is the master copy, `parameter` the model's tensor that gets the gradient.

@@ -93,5 +93,5 @@ def require_scale(value: float | None, state: Mapping[str, Any]) -> None:
     if state["scale"] != value:
         raise WindowError(
             f"The GradScaler's scale is {value}, but the scale of the saved sums is {state['scale']}. Load "
-            "the scaler's state of the same moment before you resume the window."
+            "the scaler's state that was saved with the window before you resume it."
         )
